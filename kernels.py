@@ -1,0 +1,75 @@
+"""Attention, and who may see whom.
+
+A mask is a small function `mask_mod(b, h, q_idx, kv_idx) -> bool` (FlexAttention's own form): may query q of row b see key kv?
+Each is written once, and `make_mask` turns it into what the device's executor wants:
+
+  CUDA       a BlockMask, for `torch.compile`d FlexAttention, which skips the 128 x 128 tiles that are empty
+  elsewhere  a dense (B, 1, Q, KV) tensor, for scaled_dot_product_attention (FlexAttention has no backward on the CPU)
+
+`attention` then runs either. Nothing here knows what a model, a token or a file is.
+"""
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+# Compiled on first use; dynamic=None lets a length that changes become a symbol instead of a recompilation a length.
+compiled_flex_attention = torch.compile(flex_attention)
+compiled_create_block_mask = torch.compile(create_block_mask)
+
+
+# ---- the masks -----------------------------------------------------------------------------------------------------------
+
+def causal(start):
+    """Query i of row b stands at position start[b] + i and sees every key up to there. start: (B,) int64."""
+    def causal_mask(b, h, q_idx, kv_idx):
+        return kv_idx <= start[b] + q_idx
+    return causal_mask
+
+
+def context_and_block(end):
+    """Drafting: every query of row b sees the cached context and its whole block: all keys below end[b]. end: (B,) int64."""
+    def context_and_block_mask(b, h, q_idx, kv_idx):
+        return kv_idx < end[b]
+    return context_and_block_mask
+
+
+def dflash_training(anchors, context_length, block_size):
+    """Training: many blocks of one sequence in one pass (paper, section 4.2).
+
+    Keys are [context features 0..context_length-1 | block 0 | block 1 | ...], queries are [block 0 | block 1 | ...], and block n starts
+    at position anchors[b, n]. A query sees the context BEFORE its anchor, and its own block. What decides is the anchor's position,
+    never the block's number: blocks overlap, and an earlier block may reach past a later anchor. anchors: (B, N) int64.
+    """
+    def dflash_training_mask(b, h, q_idx, kv_idx):
+        block = q_idx // block_size
+        before_anchor = kv_idx < anchors[b, block].clamp(max=context_length)
+        own_block = (kv_idx >= context_length) & ((kv_idx - context_length) // block_size == block)
+        return before_anchor | own_block
+    return dflash_training_mask
+
+
+# ---- the two executors ---------------------------------------------------------------------------------------------------
+
+def dense(mask_mod, B, Q, KV, device, dtype=torch.float32):
+    """The predicate as an additive mask: (B, 1, Q, KV), 0 where visible and -inf where not. (Predicates are elementwise, so plain
+    broadcasting evaluates them; `create_mask` goes through vmap and costs as much as a whole small layer.)"""
+    b, q, kv = (torch.arange(n, device=device) for n in (B, Q, KV))
+    visible = mask_mod(b.view(-1, 1, 1, 1), torch.zeros((), dtype=torch.int64, device=device), q.view(-1, 1), kv)
+    return torch.zeros((), dtype=dtype, device=device).where(visible, float("-inf"))
+
+
+def make_mask(mask_mod, B, Q, KV, device, dtype=torch.float32):
+    """What `attention` takes as its mask, built once a forward pass and shared by all its layers and heads."""
+    if torch.device(device).type == "cuda":
+        return compiled_create_block_mask(mask_mod, B, None, Q, KV, device=device)
+    return dense(mask_mod, B, Q, KV, device, dtype)
+
+
+def attention(q, k, v, mask=None):
+    """softmax(q k^T / sqrt(D)) v. q: (B, H, Q, D); k, v: (B, H_kv, KV, D), each kv head serving H / H_kv query heads.
+
+    mask: from `make_mask`; None where every query sees every key. Returns (B, H, Q, D).
+    """
+    if isinstance(mask, BlockMask):
+        return compiled_flex_attention(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
