@@ -261,3 +261,207 @@ def autoregressive(target, prompts, max_new_tokens, *, temperature=0.0, top_k=No
 def cut(row, stop_ids):
     """The row up to and including its first stop token."""
     return row[:next((i + 1 for i, token in enumerate(row) if token in stop_ids), len(row))]
+
+
+# ---- benchmark -----------------------------------------------------------------------------------------------------------------
+
+def distinct4(rows):
+    """Share of distinct 4-grams within each row, over all rows: 1 where nothing repeats, near 0 where text runs in a loop."""
+    grams = [[tuple(row[i:i + 4]) for i in range(len(row) - 3)] for row in rows]
+    total = sum(map(len, grams))
+    return sum(len(set(row)) for row in grams) / total if total else 1.0
+
+
+def benchmark(target, drafters, prompts, max_new_tokens, temperatures=(0.0, 1.0), stop_ids=(), seed=0, block_size=None, progress=None):
+    """Plain decoding and every drafter on the same prompts, one at a time, in turn, in one run.
+
+    drafters: {method name: drafter}; prompts: {domain: rows of ids}. Times are whole calls, prefill included: ms_per_token is the
+    median over prompts, speedup the median over prompts of (plain ms a token / this ms a token). Returns report rows and the histograms
+    of acceptance lengths {(method, temperature): Counter}.
+    """
+    results, histograms = [], {}
+    methods = {"autoregressive": None, **drafters}
+    for drafter in methods.values():                                             # warm-up: compilation, allocation, threads
+        speculative(target, drafter, [next(iter(prompts.values()))[0]], min(24, max_new_tokens), block_size=block_size)
+    for temperature in temperatures:
+        for domain, rows in prompts.items():
+            runs = {method: [] for method in methods}                            # (ms a token, Generation) for each prompt
+            for i, prompt in enumerate(rows):
+                for method, drafter in methods.items():
+                    began = time.perf_counter()
+                    out = speculative(target, drafter, [prompt], max_new_tokens, block_size=block_size, temperature=temperature,
+                                      stop_ids=stop_ids, seed=[seed + i])
+                    runs[method].append((1e3 * (time.perf_counter() - began) / len(out.tokens[0]), out))
+                if progress:
+                    progress(f"{domain}, temperature {temperature:g}")
+            plain = runs["autoregressive"]
+            for method, run in runs.items():
+                lengths = Counter(n for _, out in run for n in out.acceptance_lengths[0])
+                histograms[method, temperature] = histograms.get((method, temperature), Counter()) + lengths
+                tokens = [out.tokens[0] for _, out in run]
+                median = lambda values: statistics.median(values) if values else None
+                results.append({
+                    "domain": domain, "method": method, "temperature": temperature, "prompts": len(rows), "tokens": sum(map(len, tokens)),
+                    "tau": sum(n * times for n, times in lengths.items()) / max(1, lengths.total()),
+                    "ms_per_token": median([ms for ms, _ in run]),
+                    "speedup": median([ms / own for (ms, _), (own, _) in zip(plain, run)]),
+                    "draft_ms": median([ms for _, out in run for ms in out.draft_ms]),
+                    "verify_ms": median([ms for _, out in run for ms in out.verify_ms]),
+                    "distinct4": distinct4(tokens),
+                    "identical": statistics.mean(own == out.tokens[0] for own, (_, out) in zip(tokens, plain)) if temperature == 0 else None,
+                })
+    return results, histograms
+
+
+def show_report(results, histograms, block_size):
+    """The benchmark as text: the table, and how long the accepted runs were."""
+    head = ("domain", "method", "T", "tau", "ms/token", "speedup", "draft ms", "verify ms", "distinct4", "identical")
+    number = lambda value, form: "-" if value is None else format(value, form)
+    table = [head] + [(r["domain"], r["method"], f"{r['temperature']:g}", f"{r['tau']:.2f}", f"{r['ms_per_token']:.2f}", f"{r['speedup']:.2f}x",
+                       number(r["draft_ms"], ".2f"), number(r["verify_ms"], ".2f"), f"{r['distinct4']:.2f}", number(r["identical"], ".0%")) for r in results]
+    widths = [max(map(len, column)) for column in zip(*table)]
+    lines = ["  ".join(cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths))) for row in table]
+    for (method, temperature), counts in histograms.items():
+        if method != "autoregressive":
+            lines += ["", f"{method}, temperature {temperature:g}: tokens kept a cycle (accepted drafts + bonus token)"]
+            for n in range(1, block_size + 1):
+                share = counts[n] / max(1, counts.total())
+                lines.append(f"  {n:3d} {'█' * round(60 * share)} {share:.1%}")
+    return "\n".join(lines)
+
+
+def read_prompts(file, tokenizer, prompt_tokens, per_domain):
+    """{domain: rows of ids} from a .jsonl file with {"domain", "text"} a line: the first tokens of each text."""
+    prompts = {}
+    try:
+        with open(file, encoding="utf-8") as lines:
+            for line in lines:
+                entry = json.loads(line)
+                ids = tokenizer.encode(entry["text"])[:prompt_tokens]
+                rows = prompts.setdefault(entry["domain"], [])
+                if len(ids) == prompt_tokens and len(rows) < per_domain:
+                    rows.append(ids)
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read ({error.strerror}); train.py writes it") from None
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{file}: its lines are not objects with domain and text; train.py writes it") from None
+    prompts = {domain: rows for domain, rows in prompts.items() if rows}
+    if not prompts:
+        raise UserError(f"{file}: no text of at least {prompt_tokens} tokens; ask for a shorter --prompt-tokens")
+    return prompts
+
+
+# ---- command line ----------------------------------------------------------------------------------------------------------------
+
+GREEN, BLUE, GREY, PLAIN = "\033[32m", "\033[1;34m", "\033[9;90m", "\033[0m"
+
+
+def stream(target, drafter, tokenizer, prompt, max_new_tokens, stop_ids, show, **how):
+    """Prints the text as it is decoded. show: accepted drafts in green, the bonus token in blue, the rejected rest struck out in grey."""
+    began, made, taken = time.perf_counter(), 0, 0
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")                    # a character may be spread over two tokens
+    for drafts, accepted, bonus, _ in cycles(target, drafter, [prompt], max_new_tokens, stop_ids=stop_ids, **how):
+        drafts, accepted, bonus = drafts[0].tolist(), int(accepted), int(bonus)
+        kept = cut((drafts[:accepted] + [bonus])[:max_new_tokens - made], stop_ids)
+        made, taken = made + len(kept), taken + 1
+        parts = [(GREEN, kept[:accepted]), (BLUE, kept[accepted:])] if show else [("", kept)]
+        for colour, tokens in parts:
+            text = decoder.decode(tokenizer.decode_bytes([t for t in tokens if t not in stop_ids]))
+            print(f"{colour}{text}{PLAIN}" if show and text else text, end="", flush=True)
+        if show and drafts[accepted:]:
+            print(f"{GREY}{tokenizer.decode(drafts[accepted:]).encode('unicode_escape').decode()}{PLAIN}", end="", flush=True)
+    print(decoder.decode(b"", final=True))
+    seconds = time.perf_counter() - began
+    print(f"[{made} tokens in {seconds:.2f} s, {made / seconds:.0f} tokens a second" +
+          (f", tau {(made - 1) / (taken - 1):.2f}]" if drafter is not None and taken > 1 else "]"), file=sys.stderr)
+
+
+def parser():
+    p = argparse.ArgumentParser(description="Decode with a target and its DFlash drafter, or benchmark them against plain decoding.")
+    p.add_argument("--out", default="out", help="what train.py left: target/, drafter/, heldout.jsonl (default: out)")
+    p.add_argument("--target", help="folder of the target, instead of OUT/target")
+    p.add_argument("--drafter", help="folder of the drafter, instead of OUT/drafter")
+    what = p.add_mutually_exclusive_group(required=True)
+    what.add_argument("--prompt", help="text to continue")
+    what.add_argument("--bench", action="store_true", help="measure plain decoding and the drafter on held-out prompts; writes OUT/report.json")
+    p.add_argument("--show", action="store_true", help="colour the text: accepted drafts, bonus tokens, rejected drafts")
+    p.add_argument("--plain", action="store_true", help="decode without the drafter")
+    p.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
+    p.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default: 0; --bench: 0 and 1)")
+    p.add_argument("--top-k", type=int, metavar="K")
+    p.add_argument("--top-p", type=float, metavar="P")
+    p.add_argument("--block-size", type=int, metavar="B", help="tokens verified at once (default: the drafter's)")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--prompts", type=int, default=16, metavar="N", help="--bench: prompts a domain")
+    p.add_argument("--prompt-tokens", type=int, default=64, metavar="N", help="--bench: tokens a prompt")
+    p.add_argument("--device", help="cpu, cuda, ... (default: cuda where there is one)")
+    p.add_argument("--dtype", choices=DTYPES, help="default: the files' own")
+    return p
+
+
+def run_benchmark(out, target, drafters, tokenizer, prompts_file, *, prompts=16, prompt_tokens=64, max_new_tokens=128, temperatures=(0.0, 1.0),
+                  block_size=None, seed=0):
+    """Benchmarks, prints the table, writes out/report.json."""
+    from tqdm import tqdm
+    rows = read_prompts(prompts_file, tokenizer, prompt_tokens, prompts)
+    with tqdm(total=len(temperatures) * sum(map(len, rows.values())), desc="benchmark", unit="prompt") as bar:
+        def progress(what):
+            bar.set_postfix_str(what, refresh=False)
+            bar.update()
+        results, histograms = benchmark(target, drafters, rows, max_new_tokens, temperatures, stop_ids=stop_tokens(target, tokenizer), seed=seed,
+                                        block_size=block_size, progress=progress)
+    size = block_size or max(drafter.config.block_size for drafter in drafters.values())
+    print(show_report(results, histograms, size))
+    write_json(Path(out) / "report.json", {
+        "device": device_name(target.device), "dtype": str(target.dtype).removeprefix("torch."), "torch": torch.__version__,
+        "max_new_tokens": max_new_tokens, "block_size": size, "results": results,
+        "acceptance_lengths": {f"{method} T={temperature:g}": {str(n): counts[n] for n in sorted(counts)} for (method, temperature), counts in histograms.items()}})
+
+
+def stop_tokens(target, tokenizer):
+    eos = target.config.eos_token_id
+    return {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_id} - {None}
+
+
+def device_name(device):
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        model = [line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")][0]
+    except (OSError, IndexError):
+        import platform
+        model = platform.processor() or platform.machine()
+    return f"{model}, {torch.get_num_threads()} threads"
+
+
+def main(argv=None):
+    args = parser().parse_args(argv)
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    folder = args.target or Path(args.out) / "target"
+    target = Transformer.from_pretrained(folder, device=device, dtype=DTYPES.get(args.dtype))
+    tokenizer = Tokenizer.from_pretrained(folder)
+    drafter = None if args.plain else DFlashDrafter.from_pretrained(args.drafter or Path(args.out) / "drafter", target)
+    how = dict(block_size=args.block_size, seed=args.seed)
+    if args.bench:
+        run_benchmark(args.out, target, {} if drafter is None else {"dflash": drafter}, tokenizer, Path(args.out) / "heldout.jsonl", prompts=args.prompts,
+                      prompt_tokens=args.prompt_tokens, max_new_tokens=args.max_new_tokens,
+                      temperatures=(0.0, 1.0) if args.temperature is None else (args.temperature,), **how)
+    else:
+        print(args.prompt, end="", flush=True)
+        stream(target, drafter, tokenizer, tokenizer.encode(args.prompt), args.max_new_tokens, stop_tokens(target, tokenizer), args.show,
+               temperature=args.temperature or 0.0, top_k=args.top_k, top_p=args.top_p, **how)
+
+
+def run_command(main):
+    """Runs a command line: what the user can put right is one line and exit status 2."""
+    try:
+        main()
+    except UserError as error:
+        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -11,7 +11,10 @@ import math
 import os
 from dataclasses import dataclass, fields
 from pathlib import Path
+from unicodedata import normalize
 
+import regex
+import tiktoken
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
@@ -37,7 +40,7 @@ def write_whole(path, write):
 
 
 def write_json(path, value):
-    write_whole(path, lambda name: Path(name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8"))
+    write_whole(path, lambda name: Path(name).write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"))
 
 
 def read_json(path):
@@ -390,3 +393,210 @@ def empty(build, device, dtype):
     with torch.device("meta"):
         module = build()
     return module.to(dtype).to_empty(device=device)
+
+
+# ---- the tokenizer: byte-level BPE, in tokenizer.json's format, run by tiktoken -------------------------------------------------------
+
+# What the tokenizers library calls ByteLevel(use_regex=True): the GPT-2 splitting pattern.
+GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+# Ours, for Python source: an identifier with its underscores is one word (with a space or sign
+# before it), numbers go in threes, signs take the line end and the next line's indentation along.
+CODE_PATTERN = (r"[^\r\n\p{L}\p{N}_]?[\p{L}_]+|\p{N}{1,3}| ?[^\s\p{L}\p{N}_]+(?:[\r\n]+[ \t]*)?"
+                r"|[\r\n]+[ \t]*|\s+(?!\S)|\s+")
+# tokenizer.json writes each byte of a token as one printable character: itself, or one from 256 up.
+PLAIN = [*range(33, 127), *range(161, 173), *range(174, 256)]
+CHAR_BYTE = {chr(b): b for b in PLAIN}
+CHAR_BYTE |= {chr(256 + i): b for i, b in enumerate(b for b in range(256) if b not in PLAIN)}
+BYTE_CHAR = {b: c for c, b in CHAR_BYTE.items()}
+
+
+def check(ok, field, value, why="not supported"):
+    if not ok:
+        raise UserError(f"{field} = {json.dumps(value, ensure_ascii=False)[:200]}: {why}")
+
+
+def split_patterns(pre):
+    """tokenizer.json's pre_tokenizer -> patterns that cut a text into words, one after another."""
+    steps = pre["pretokenizers"] if pre and "pretokenizers" in pre else [pre or {}]
+    check(steps and steps[-1].get("type") == "ByteLevel", "pre_tokenizer", pre, "must end in ByteLevel")
+    check(not steps[-1].get("add_prefix_space"), "pre_tokenizer add_prefix_space", True)
+    patterns = []
+    for p in steps[:-1]:
+        check(p["type"] in ("Split", "Digits"), "pre_tokenizer type", p["type"])
+        if p["type"] == "Digits":
+            pattern, how = r"\p{N}" if p["individual_digits"] else r"\p{N}+", ["Isolated", False]
+        else:
+            pattern = p["pattern"].get("Regex") or regex.escape(p["pattern"]["String"])
+            how = [p["behavior"], p["invert"]]
+        check(how in (["Isolated", False], ["Removed", True]), "pre_tokenizer behavior, invert", how)
+        # Empty matches would lose text; {n,m}+ is a nested repeat there but possessive here.
+        bad = regex.match(pattern, "") or regex.search(r"(^|\|)\(\?[=!<]|\{\d*,?\d*\}\+", pattern)
+        check(not bad, "pre_tokenizer pattern", pattern)
+        # "Isolated" makes words of what lies between the matches too.
+        patterns.append(rf"{pattern}|(?:(?!{pattern})(?s:.))+" if how[0] == "Isolated" else pattern)
+    return patterns + ([GPT2_PATTERN] if steps[-1].get("use_regex", True) else []) or [r"(?s:.+)"]
+
+
+class Tokenizer:
+    """text <-> ids, the same ids as the `tokenizers` library gives for the same tokenizer.json.
+
+    eos_id: int or None. bos_id: the id that the file's post_processor would put first, or None
+    (encode never adds it). vocab_size: highest id + 1. special_ids: dict text -> id.
+    """
+
+    def __init__(self, data, config=None):
+        """data: tokenizer.json as a dict; config: tokenizer_config.json. UserError if unsupported."""
+        self.data, self.config = data, dict(config or {})
+        model, vocab, added = data["model"], data["model"]["vocab"], data.get("added_tokens") or []
+        check(model.get("type", "BPE") == "BPE", "model.type", model.get("type"))
+        for field in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"):
+            check(not model.get(field), f"model.{field}", model.get(field))
+        norm, decoder = data.get("normalizer"), data.get("decoder")
+        kinds = [n["type"] for n in norm.get("normalizers", [norm])] if norm else []
+        check(set(kinds) <= {"NFC"}, "normalizer type", kinds)
+        check(not decoder or decoder["type"] == "ByteLevel", "decoder", decoder)
+        self.nfc = bool(kinds)
+
+        # Added tokens with normalized=false are looked for in the raw text, the others after that
+        # (and after NFC): two layers, each a pattern with the longest first and its dict text -> id.
+        layers = {}, {}
+        for t in added:
+            for flag in ("lstrip", "rstrip", "single_word"):
+                check(not t.get(flag), f"added_tokens {t['content']} {flag}", True)
+            same = vocab.get(t["content"], t["id"]) == t["id"]
+            check(same, f"added_tokens {t['content']} id", t["id"], "model.vocab has another id")
+            late = bool(t.get("normalized"))
+            layers[late][normalize("NFC", t["content"]) if late and self.nfc else t["content"]] = t["id"]
+        longest_first = [sorted(filter(None, ids), key=len, reverse=True) for ids in layers]
+        self.layers = [(regex.compile("|".join(map(regex.escape, names)) or "(?!)"), ids)  # (?!): never
+                       for names, ids in zip(longest_first, layers)]
+        self.special_ids = {t["content"]: t["id"] for t in added if t.get("special")}
+        self._special = set(self.special_ids.values())
+
+        self._build(model, {t["content"] for t in added})
+        ids = vocab | {t["content"]: t["id"] for t in added}
+        self._bytes = {i: bytes(map(CHAR_BYTE.get, t)) if CHAR_BYTE.keys() >= set(t) else t.encode()
+                       for t, i in vocab.items()} | {t["id"]: t["content"].encode() for t in added}
+        self.vocab_size = max(self._bytes) + 1
+        eos = self.config.get("eos_token")
+        eos = eos["content"] if isinstance(eos, dict) else eos
+        check(eos is None or eos in ids, "tokenizer_config.json eos_token", eos, "not in the vocabulary")
+        self.eos_id, self.bos_id = ids.get(eos), None
+        post = data.get("post_processor") or {}
+        for p in post.get("processors", [post]):
+            if p.get("type") == "TemplateProcessing" and "SpecialToken" in p["single"][0]:
+                self.bos_id = p["special_tokens"][p["single"][0]["SpecialToken"]["id"]]["ids"][0]
+
+    def _build(self, model, added):
+        """Make the tiktoken encoding out of model.vocab, model.merges and the pre_tokenizer."""
+        vocab, made = model["vocab"], {}
+        missing = [c for c in CHAR_BYTE if c not in vocab]
+        check(not missing, "model.vocab", missing, "no tokens for these bytes")
+        for m in model["merges"]:
+            pair = m.split(" ") if isinstance(m, str) else m
+            ok = len(pair) == 2 and {*pair, "".join(pair)} <= vocab.keys()
+            check(ok, "model.merges", m, "not two tokens of model.vocab that make a third")
+            made["".join(pair)] = None
+        order = [*CHAR_BYTE, *made]
+        if model.get("ignore_merges"):  # a whole word that is a token counts, made by merges or not
+            for t in vocab.keys() - made.keys() - CHAR_BYTE.keys() - added:
+                merges = any(t[:i] in vocab and t[i:] in vocab for i in range(1, len(t)))
+                check(not merges, "model.vocab", t, "model.merges does not make it, but tiktoken would")
+                order += [t] if CHAR_BYTE.keys() >= set(t) else []
+        # To tiktoken the id is the merge order too. Where they differ, it gets places in `order`.
+        ids = [vocab[t] for t in order]
+        self._ids = None if ids[256:] == sorted(ids[256:]) else ids
+        ranks = {bytes(map(CHAR_BYTE.get, t)): i if self._ids else vocab[t] for i, t in enumerate(order)}
+        patterns = split_patterns(self.data.get("pre_tokenizer"))
+        self._patterns = [regex.compile(p) for p in patterns]
+        self.encoding = tiktoken.Encoding("bpe", pat_str=patterns[-1], mergeable_ranks=ranks, special_tokens={})
+
+    @classmethod
+    def from_pretrained(cls, path):
+        """Read path/tokenizer.json, and the end-of-text token from the *config.json files beside it.
+
+        UserError if there is no tokenizer.json, or it is broken or unsupported.
+        """
+        names = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "config.json")
+        found = {name: read_json(Path(path) / name) for name in names if name == names[0] or (Path(path) / name).exists()}
+        try:
+            self = cls(found[names[0]], found.get(names[1]))
+        except (KeyError, TypeError, AttributeError, IndexError, regex.error) as error:
+            raise UserError(f"{path}/tokenizer.json: broken, or not of a byte-level BPE ({error!r})") from None
+        except UserError as error:
+            raise UserError(f"{path}/tokenizer.json: {error}") from None
+        for name in ("generation_config.json", "config.json"):
+            eos = found.get(name, {}).get("eos_token_id")
+            eos = eos[0] if isinstance(eos, list) and eos else eos  # chat models list several
+            check(eos is None or isinstance(eos, int), f"{Path(path) / name}: eos_token_id", eos)
+            self.eos_id = eos if self.eos_id is None else self.eos_id
+        return self
+
+    @classmethod
+    def from_merges(cls, merges, specials=("<|endoftext|>", "<|mask|>"), pattern=CODE_PATTERN):
+        """A new tokenizer: ids 0..255 are the bytes, then the merges in order, then the specials.
+
+        merges: [(left bytes, right bytes), ...] as train_bpe gives; the first special is the eos.
+        """
+        pairs = [["".join(BYTE_CHAR[b] for b in part) for part in pair] for pair in merges]
+        vocab = {t: i for i, t in enumerate([BYTE_CHAR[b] for b in range(256)] + [a + b for a, b in pairs])}
+        byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+        split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
+        data = {"version": "1.0", "truncation": None, "padding": None, "normalizer": None,
+                "added_tokens": [{"id": len(vocab) + i, "content": s, **flags} for i, s in enumerate(specials)],
+                "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
+                "post_processor": None, "decoder": byte_level,
+                "model": {"type": "BPE", "byte_fallback": False, "vocab": vocab, "merges": pairs}}
+        return cls(data, {"eos_token": specials[0]} if specials else {})
+
+    def save_pretrained(self, path):
+        """Write tokenizer.json and tokenizer_config.json; transformers.AutoTokenizer opens them."""
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False} | self.config
+        if config.get("eos_token") is None and self.eos_id in self._bytes:
+            config["eos_token"] = self.decode([self.eos_id])
+        Path(path).mkdir(parents=True, exist_ok=True)
+        write_json(Path(path) / "tokenizer.json", self.data)
+        write_json(Path(path) / "tokenizer_config.json", config)
+
+    def encode(self, text, special=False):
+        """str -> list of ids. Special tokens written in the text count as such only if special=True."""
+        # Lone surrogates have no UTF-8: they become U+FFFD.
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        out = []
+        for raw, raw_id in self._find(0, text, special):
+            for part, part_id in self._find(1, normalize("NFC", raw) if self.nfc else raw, special):
+                out += self._ordinary(part) + part_id
+            out += raw_id
+        return out
+
+    def _find(self, layer, text, special):
+        """Cut text at its added tokens: yields (the text before one, [its id]), then (the rest, [])."""
+        (finder, ids), start = self.layers[layer], 0
+        for m in finder.finditer(text):
+            if special or ids[m[0]] not in self._special:
+                yield text[start:m.start()], [ids[m[0]]]
+                start = m.end()
+        yield text[start:], []
+
+    def _ordinary(self, text):
+        """Ids of a text without added tokens."""
+        cut = lambda pattern, texts: [m[0] for t in texts for m in pattern.finditer(t)]
+        parts, out = [text], []
+        for pattern in self._patterns[:-1]:
+            parts = cut(pattern, parts)
+        for part in parts:
+            try:  # not encode_ordinary: that panics (a BaseException) where encode raises ValueError
+                out += self.encoding.encode(part, disallowed_special=())
+            except ValueError:  # tiktoken's regex gives up on very long runs (a million spaces)
+                for word in cut(self._patterns[-1], [part]):
+                    out += self.encoding._encode_single_piece(word)
+        return [self._ids[i] for i in out] if self._ids else out
+
+    def decode_bytes(self, ids):
+        """Ids -> bytes. An id without a token (a model's vocabulary may be padded) is nothing."""
+        return b"".join([self._bytes.get(i, b"") for i in ids])
+
+    def decode(self, ids):
+        """Ids -> str; bytes that are not UTF-8 become U+FFFD, special tokens appear as their text."""
+        return self.decode_bytes(ids).decode("utf-8", "replace")

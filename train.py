@@ -1,0 +1,670 @@
+"""From nothing to a target, its DFlash drafter and a measured benchmark:
+
+    python train.py                          the type stubs of torch and numpy as text, a preset for the machine at hand
+    python train.py --data notes/ book.txt   your own text
+    torchrun --nproc_per_node=4 train.py     on four devices
+
+Stages, each skipped when its result is already in --out: corpus, tokenizer, target, responses (the target's own continuations of
+training prefixes), drafter, benchmark. A killed run goes on with --resume and ends with the same weights, bit for bit: everything
+random is a function of the seed and the step.
+"""
+import argparse
+import hashlib
+import heapq
+import importlib.util
+import json
+import math
+import os
+import re
+import statistics
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import regex
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from tqdm import tqdm
+
+from decode import autoregressive, run_benchmark, run_command, stop_tokens
+from drafter import DFlashDrafter, default_gamma, drafter_loss, sample_anchors
+from kernels import causal, make_mask
+from model import CODE_PATTERN, ModelConfig, Tokenizer, Transformer, UserError, read_json, write_json, write_whole
+
+MASK_TOKEN = "<|mask|>"
+END_TOKEN = "<|endoftext|>"
+
+
+# ---- corpus: definitions of source files, paragraphs of other text ----------------------------------------------------------------
+
+class Document(NamedTuple):
+    domain: str
+    text: str
+
+
+PIECE = 4000      # characters: larger classes are cut at their methods, larger texts at blank lines
+DOCUMENT = 3000   # characters: pieces of one file that follow each other are gathered into documents of about this size
+SHINGLE = 50      # characters: the unit in which the overlap of two texts is counted
+
+
+def cut_text(text, size):
+    """Pieces of at most about `size` characters, cut at blank lines; a longer paragraph is cut at lines, a longer line by length."""
+    parts = [""]
+    for paragraph in re.split(r"(?<=\n)(?=[ \t]*\n)", text):
+        for piece in re.findall(rf"[^\n]{{1,{size}}}\n?|\n", paragraph) if len(paragraph) > size else [paragraph]:
+            if parts[-1] and len(parts[-1]) + len(piece) > size:
+                parts.append("")
+            parts[-1] += piece
+    return parts
+
+
+def statements(text, indent):
+    """Cuts Python text into (name, statement) at this indentation. Overloads of one name are one statement; what is neither def nor class
+    has the name "" and is gathered. Decorators and comments go with what follows. It scans lines, for stubs need not parse."""
+    found, pending, quote = [["", ""]], "", None
+    for line in text.splitlines(True):
+        body = line.strip()
+        starts = (body and not quote and len(line) - len(line.lstrip()) <= indent and not re.match(r"[)\]}]|(else|elif|except|finally)\b", body))
+        for mark in re.findall(r'"""|\'\'\'', "" if body[:1] == "#" and not quote else line):
+            quote = mark if quote is None else None if quote == mark else quote
+        if starts and body[0] not in "@#":
+            name = (re.findall(r"^(?:async )?(?:def|class) +(\w+)", body) or [""])[0]
+            if name != found[-1][0] or not name and len(found[-1][1]) > DOCUMENT / 2:
+                found.append([name, ""])
+            found[-1][1] += pending + line
+            pending = ""
+        elif starts or pending and (not body or re.search(r"^\s*@", pending, re.M)):
+            pending += line
+        else:                                                                    # the inside of the current statement
+            found[-1][1] += pending + line
+            pending = ""
+    found[-1][1] += pending
+    return found
+
+
+def cut_python(text, indent=0):
+    """One piece for each function with its overloads, and each class or, where it is large, each of its methods; the rest in groups."""
+    for name, part in statements(text, indent):
+        head = re.search(r"^class [^:]*?:[^\n]*\n", part, re.M) if indent == 0 and len(part) > PIECE else None
+        inner = head and re.search(r"^( +)\S", part[head.end():], re.M)
+        if inner:
+            yield part[:head.end()]
+            yield from cut_python(part[head.end():], len(inner[1]))
+        else:
+            yield from cut_text(part, 4 * PIECE if name else PIECE)
+
+
+def find_texts(paths, suffixes):
+    """(path, text) of every file to read, in an order that is the same on every machine."""
+    if not paths:    # find_spec does not import the packages
+        paths, suffixes = [Path(importlib.util.find_spec(name).origin).parent for name in ("torch", "numpy")], (".pyi",)
+    for path in map(Path, paths):
+        if not path.exists():
+            raise UserError(f"{path}: no such file or folder; --data takes text files and folders")
+        names = sorted(p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file())
+        names = [n for n in names if not re.search(r"(^|/)\.", n) and n.endswith(tuple(suffixes or [""]))]
+        texts = [(p, p.read_bytes().decode("utf-8", "replace")) for p in ([path] if path.is_file() else [path / n for n in names])]
+        texts = [(p, t.replace("\r\n", "\n")) for p, t in texts if t.strip() and "\0" not in t and "\ufffd" not in t]
+        if not texts:
+            raise UserError(f"{path}: holds no {' or '.join(suffixes or ('UTF-8',))} text; give files or folders with some")
+        yield from texts
+
+
+def read_corpus(paths=None, suffixes=None):
+    """Documents in a fixed order, without repetitions: of pieces that differ in white space alone, and of docstrings (torch's stubs say
+    them again at every overload), the first stays."""
+    documents, seen = [], {""}
+
+    def first(text):
+        key = "".join(text.split())
+        return not (key in seen or seen.add(key))
+    for path, text in find_texts(paths, suffixes):
+        python, tests = path.suffix in (".py", ".pyi"), "numpy/typing/tests" in path.as_posix()
+        last = None
+        for piece in cut_python(text) if python else cut_text(text, DOCUMENT):
+            if not first(piece):
+                continue
+            if python:
+                piece = re.sub(r'r?"""(.*?)"""', lambda m: m[0] if first(m[1]) else "...", piece, flags=re.S)
+            domain = ("text" if not python else "type tests" if tests else "documentation" if '"""' in piece else
+                      "signatures" if path.suffix == ".pyi" else "code")
+            piece = piece.strip("\n") + "\n"
+            if last == domain and len(documents[-1].text) + len(piece) < DOCUMENT:
+                documents[-1] = Document(domain, documents[-1].text + piece)
+            else:
+                documents.append(Document(domain, piece))
+            last = domain
+    if not documents:
+        raise UserError("the corpus is empty; --data takes UTF-8 text files and folders")
+    return documents
+
+
+def split(documents, seed, fraction=0.04, most=0.5):
+    """(training, held-out) documents, by a hash of the text. A held-out document of which more than `most` stands in the training text
+    as well, counted in shingles, is dropped from both: it would flatter the results."""
+    training, heldout = [], []
+    for d in documents:
+        (heldout if int(hashlib.sha256(f"{seed} {d.text}".encode()).hexdigest()[:8], 16) < fraction * 16**8 else training).append(d)
+
+    def shingles(text):
+        text = " ".join(text.split())
+        return (text[i:i + SHINGLE] for i in range(len(text) - SHINGLE + 1))
+    own = [set(shingles(d.text)) for d in heldout]
+    wanted = set().union(*own)                                                   # small, unlike the set of all training shingles
+    known = {s for d in training for s in shingles(d.text) if s in wanted}
+    return training, [d for d, s in zip(heldout, own) if s and len(s & known) <= most * len(s)]
+
+# ---- BPE -------------------------------------------------------------------------------------------------------------------------
+
+SHIFT = 32  # a pair of symbols (a, b) is kept as the one integer a << SHIFT | b
+
+
+def train_bpe(text_chunks, vocab_size, pattern):
+    """Learn byte-level merges: [(left bytes, right bytes), ...] in order, at most vocab_size - 256.
+
+    text_chunks: list of str; pattern: a regex without capturing groups whose matches are the words
+    that no merge crosses. Each step merges the most frequent pair; on a tie, the pair whose left
+    part (then right part) was made earlier, bytes counting as made in byte order. Stops early when
+    no word has two symbols left. UserError if vocab_size < 256.
+    """
+    if vocab_size < 256:
+        raise UserError(f"vocab_size = {vocab_size + 2} is too small: 256 bytes and 2 special tokens need a place")
+    words, find = Counter(), regex.compile(pattern).finditer
+    for chunk in text_chunks:
+        words.update(m[0] for m in find(chunk))  # finditer: a list of all words would be huge
+
+    # All unique words end to end, as a linked list of symbols; -1 marks word ends and dead places.
+    raw = [w.encode("utf-8", "replace") for w in words]
+    size = np.array([len(w) + 1 for w in raw], dtype=np.int64)
+    sym = np.full(1 + int(size.sum()), -1, dtype=np.int64)
+    weight = np.zeros(len(sym), dtype=np.int64)
+    weight[1:] = np.repeat(np.fromiter(words.values(), np.int64, len(words)), size)
+    inside = np.ones(len(sym), dtype=bool)
+    inside[0] = inside[np.cumsum(size)] = False
+    sym[inside] = np.frombuffer(b"".join(raw), dtype=np.uint8)
+    prv, nxt = np.arange(-1, len(sym) - 1), np.arange(1, len(sym) + 1)
+
+    def pairs(at):
+        """Group the places `at` (sorted) by the pair that starts there: yields (pair, count, places)."""
+        at = at[sym[at] >= 0]
+        at = at[sym[nxt[at]] >= 0]
+        key = sym[at] << SHIFT | sym[nxt[at]]
+        order = np.argsort(key, kind="stable")  # stable keeps each group's places sorted
+        key, at = key[order], at[order]
+        start = np.flatnonzero(np.diff(key, prepend=-1))
+        total = np.add.reduceat(weight[at], start) if len(at) else start
+        return zip(key[start].tolist(), total.tolist(), np.split(at, start[1:]))
+
+    count, places = {}, {}
+    for k, n, at in pairs(np.arange(len(sym))):
+        count[k], places[k] = n, at
+    # A pair's count only falls after its birth (a new pair holds a new symbol), so a heap entry is
+    # never too low: an entry that is out of date goes back with the true count.
+    heap = [(-n, k) for k, n in count.items()]
+    heapq.heapify(heap)
+    vocab, merges = [bytes([i]) for i in range(256)], []
+    for new in range(256, vocab_size):
+        while heap and -heap[0][0] != count[heap[0][1]]:
+            k = heapq.heappop(heap)[1]
+            if count[k]:
+                heapq.heappush(heap, (-count[k], k))
+        if not heap:
+            break
+        k = heapq.heappop(heap)[1]
+        a, b = k >> SHIFT, k & (1 << SHIFT) - 1
+        at = places.pop(k)
+        at = at[(sym[at] == a) & (sym[nxt[at]] == b)]  # some places went to other merges since
+        if a == b:  # in a run a a a the pairs overlap: take every second one, from the left
+            i = np.arange(len(at))
+            first = np.r_[True, nxt[at[:-1]] != at[1:]]
+            at = at[(i - np.maximum.accumulate(np.where(first, i, 0))) % 2 == 0]
+        for k, n, _ in pairs(np.unique(np.concatenate([prv[at], at, nxt[at]]))):
+            count[k] -= n
+        dead = nxt[at]
+        sym[at], sym[dead] = new, -1
+        nxt[at] = nxt[dead]
+        prv[nxt[at]] = at
+        for k, n, where in pairs(np.unique(np.concatenate([prv[at], at]))):
+            count[k], places[k] = n, where
+            heapq.heappush(heap, (-n, k))
+        merges.append((vocab[a], vocab[b]))
+        vocab.append(vocab[a] + vocab[b])
+    return merges
+
+# ---- processes, settings, checkpoints --------------------------------------------------------------------------------------------
+
+class Run:
+    """Where and how this process runs: device, rank, output folder, and what has been decided and written so far."""
+
+    def __init__(self, args):
+        self.out, self.resume = Path(args.out), args.resume
+        self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        cuda = args.device == "cuda"
+        self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device(args.device)
+        if cuda:
+            torch.cuda.set_device(self.device)
+            torch.set_float32_matmul_precision("high")
+        if self.world > 1 and not dist.is_initialized():
+            dist.init_process_group("nccl" if cuda else "gloo")
+        self.out.mkdir(parents=True, exist_ok=True)
+        # Matrix products in bfloat16 where the hardware has them, master weights in float32.
+        self.autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=cuda or has_bfloat16())
+
+    @property
+    def main(self):
+        return self.rank == 0
+
+    def sum(self, tensor):
+        """The sum over processes, in place."""
+        if self.world > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def wait(self):
+        if self.world > 1:
+            dist.barrier()
+
+    def log(self, **entry):
+        if self.main:
+            with open(self.out / "log.jsonl", "a", encoding="utf-8") as file:
+                file.write(json.dumps(entry) + "\n")
+
+    def bar(self, total, name, unit="step", initial=0):
+        return tqdm(total=total, desc=name, unit=unit, initial=initial, disable=not self.main, dynamic_ncols=True)
+
+    def decide(self, name, value):
+        """A number that depends on this machine's speed, decided once a run and written down, so that a resumed run uses the same."""
+        file = self.out / "plan.json"
+        plan = read_json(file) if file.exists() else {}
+        if name not in plan:
+            decided = self.sum(torch.tensor(float(value()) if self.main else 0.0, dtype=torch.float64, device=self.device))
+            plan[name] = int(decided.item())
+            if self.main:
+                write_json(file, plan)
+            self.wait()
+        return plan[name]
+
+
+def has_bfloat16():
+    """Does this CPU multiply bfloat16 natively? Elsewhere emulation makes it slower than float32."""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def finished(run, stage, settings):
+    """Is the stage's result in --out, made with these settings? Refuses a result, or an interrupted one, made with others."""
+    file, checkpoint = run.out / f"{stage}.settings.json", run.out / f"{stage}.checkpoint.safetensors"
+    if not file.exists():
+        return False
+    made = read_json(file)
+    for name in sorted(settings.keys() | made["settings"].keys()):
+        old, new = made["settings"].get(name), settings.get(name)
+        if old != new:
+            raise UserError(f"{run.out} holds a {stage} made with {name} = {old}, not {new}; "
+                            "use the same settings, another --out, or delete the folder")
+    if not made["done"] and not run.resume:
+        raise UserError(f"{run.out} holds an interrupted run (stage {stage}); go on with --resume, use another --out, or delete the folder")
+    if made["done"] and run.main:
+        print(f"{stage}: already in {run.out}, skipped")
+    return made["done"]
+
+
+def mark(run, stage, settings, done):
+    if run.main:
+        write_json(run.out / f"{stage}.settings.json", {"done": done, "settings": settings})
+
+
+def save_checkpoint(file, module, optimizers, step):
+    """Model, optimizers and step in one safetensors file. The random state is the step: see `generator`."""
+    tensors = {f"model.{name}": p.detach() for name, p in module.named_parameters()}
+    for i, optimizer in enumerate(optimizers):
+        for j, p in enumerate(optimizer.param_groups[0]["params"]):
+            tensors |= {f"optimizer.{i}.{j}.{key}": value for key, value in optimizer.state[p].items()}
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    write_whole(file, lambda name: save_file(tensors, name, metadata={"step": str(step)}))
+
+
+def load_checkpoint(file, module, optimizers):
+    """Returns the number of steps done."""
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            with torch.no_grad():
+                for name, p in module.named_parameters():
+                    p.copy_(tensors.get_tensor(f"model.{name}"))
+            for key in tensors.keys():
+                if key.startswith("optimizer."):
+                    _, i, j, name = key.split(".")
+                    p = optimizers[int(i)].param_groups[0]["params"][int(j)]
+                    value = tensors.get_tensor(key)
+                    optimizers[int(i)].state[p][name] = value if value.dim() == 0 else value.to(p.device)
+            return int(tensors.metadata()["step"])
+    except (SafetensorError, OSError, KeyError) as error:
+        raise UserError(f"{file}: damaged checkpoint ({error}); delete it to start this stage again") from None
+
+
+def generator(seed, *index):
+    """A stream of random numbers for this seed and place (stage, step, ...): no state to save, none to restore."""
+    return torch.Generator().manual_seed(int(np.random.SeedSequence((seed, *index)).generate_state(1, np.uint64)[0] >> 1))
+
+
+# ---- training: one loop for the target and the drafter -----------------------------------------------------------------------------
+
+def build_optimizers(module, matrix_lr, other_lr):
+    """Muon (orthogonalized momentum, Jordan 2024) for the layers' matrices, AdamW for embeddings, head, norms and biases."""
+    named = list(module.named_parameters())
+    matrices = [p for name, p in named if p.dim() == 2 and "embed_tokens" not in name and "lm_head" not in name]
+    others = [p for _, p in named if not any(p is m for m in matrices)]
+    return [torch.optim.Muon(matrices, lr=matrix_lr, weight_decay=0.0, adjust_lr_fn="original"),
+            torch.optim.AdamW(others, lr=other_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)]
+
+
+def learning_rate_factor(step, steps, warmup=0.04, decay=0.6):
+    """Linear warm-up, constant, linear decay to zero over the last part."""
+    return min((step + 1) / max(1.0, warmup * steps), 1.0, (steps - step) / max(1.0, decay * steps))
+
+
+def train(run, stage, stage_id, module, batch_loss, settings, *, steps, minutes, lr, tokens_a_step, evaluate=None, checkpoint_seconds=60):
+    """Trains `module` in place.
+
+    batch_loss(step) -> (loss sum, weight sum) of this process's share of the step's batch; steps: fixed, or None: as many as fit into
+    `minutes`, measured here first. Writes a checkpoint about every minute; starts from the one that is there.
+    """
+    checkpoint = run.out / f"{stage}.checkpoint.safetensors"
+    optimizers = build_optimizers(module, *lr)
+    parameters = list(module.parameters())
+    module.train()
+
+    def one_step(step, factor):
+        loss, weight = batch_loss(step)
+        total = run.sum(weight.detach().clone()).clamp(min=1e-6)
+        (loss / total).backward()
+        if run.world > 1:
+            flat = torch.cat([p.grad.flatten() for p in parameters])
+            for p, grad in zip(parameters, run.sum(flat).split([p.numel() for p in parameters])):
+                p.grad.copy_(grad.view_as(p))
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        for optimizer, base in zip(optimizers, lr):
+            optimizer.param_groups[0]["lr"] = base * factor
+            optimizer.step()
+            optimizer.zero_grad()
+        return run.sum(loss.detach().clone()) / total
+
+    def measured_steps():
+        """A few real steps at learning rate zero, for their time; what they leave in the optimizers is dropped."""
+        times = []
+        for step in range(8):
+            began = time.perf_counter()
+            one_step(step, 0.0).item()
+            times.append(time.perf_counter() - began)
+        return max(20, 60 * minutes / statistics.median(times[2:]))
+
+    if steps is None:
+        plan = run.out / "plan.json"
+        if not (plan.exists() and stage in read_json(plan)):
+            wanted = measured_steps()
+            for optimizer in optimizers:
+                optimizer.state.clear()
+        steps = run.decide(stage, lambda: wanted)
+    start = load_checkpoint(checkpoint, module, optimizers) if checkpoint.exists() else 0
+    mark(run, stage, settings, done=False)
+    saved, began, losses = time.monotonic(), time.monotonic(), []
+    with run.bar(steps, stage, initial=start) as bar:
+        for step in range(start, steps):
+            losses.append(one_step(step, learning_rate_factor(step, steps)))
+            bar.update()
+            last = step + 1 == steps
+            # One process's clock decides when all look; the loss is looked at before every checkpoint, so none holds a NaN.
+            if last or (step + 1) % 10 == 0:
+                loss = torch.stack(losses).mean().item()
+                losses = []
+                rate = (step + 1 - start) * tokens_a_step / (time.monotonic() - began)
+                if not math.isfinite(loss):
+                    raise UserError(f"the {stage}'s loss is {loss} at step {step + 1}; the checkpoint before it is kept: "
+                                    "lower the learning rate and use another --out, or --resume on another device")
+                bar.set_postfix_str(f"loss {loss:.3f}, {rate:,.0f} tokens/s")
+                entry = {"stage": stage, "step": step + 1, "loss": loss, "tokens_per_second": rate}
+                if evaluate and (last or (step + 1) % max(10, steps // 5 // 10 * 10) == 0):
+                    module.eval()
+                    entry |= evaluate()
+                    module.train()
+                run.log(**entry)
+                if run.main and time.monotonic() - saved > checkpoint_seconds and not last:
+                    save_checkpoint(checkpoint, module, optimizers, step + 1)
+                    saved = time.monotonic()
+    return module.eval()
+
+
+def finish(run, stage, settings):
+    """Marks the stage as done, then drops its checkpoint."""
+    mark(run, stage, settings, done=True)
+    if run.main:
+        (run.out / f"{stage}.checkpoint.safetensors").unlink(missing_ok=True)
+    run.wait()
+
+
+# ---- the stages ----------------------------------------------------------------------------------------------------------------
+
+def make_text(run, args):
+    """Corpus and tokenizer -> (Tokenizer, training ids (N,), held-out ids), written as target/tokenizer.json and heldout.jsonl."""
+    documents = read_corpus(args.data, args.suffixes)
+    training, heldout = split(documents, args.seed)
+    folder = run.out / "target"
+    settings = {"corpus": hashlib.sha256("\0".join(d.text for d in training).encode()).hexdigest()[:16], "vocab_size": args.vocab_size}
+    if not finished(run, "tokenizer", settings):
+        if run.main:
+            began = time.perf_counter()
+            merges = train_bpe([d.text for d in training], args.vocab_size - 2, CODE_PATTERN)
+            folder.mkdir(parents=True, exist_ok=True)
+            Tokenizer.from_merges(merges, [END_TOKEN, MASK_TOKEN]).save_pretrained(folder)
+            write_whole(run.out / "heldout.jsonl", lambda name: Path(name).write_text(
+                "".join(json.dumps(d._asdict()) + "\n" for d in heldout), encoding="utf-8"))
+            print(f"tokenizer: {len(merges)} merges from {len(training)} documents in {time.perf_counter() - began:.1f} s; {len(heldout)} documents held out")
+        finish(run, "tokenizer", settings)
+    tokenizer = Tokenizer.from_pretrained(folder)
+    ids = [torch.tensor([i for d in part for i in (tokenizer.eos_id, *tokenizer.encode(d.text))]) for part in (training, heldout)]
+    if len(ids[0]) < args.sequence_length + 1:
+        raise UserError(f"the text has {len(ids[0])} tokens, fewer than one sequence of {args.sequence_length}; give more --data or a smaller --sequence-length")
+    return tokenizer, *ids, settings
+
+
+def window_batch(ids, length, batch, seed, stage_id, step):
+    """Rows of `length` + 1 consecutive tokens: epoch by epoch, each time cut at another offset and in another order. (batch, length + 1)"""
+    windows = max(1, (len(ids) - 1) // length - 1)
+    rows = []
+    for i in range(step * batch, (step + 1) * batch):
+        epoch, place = divmod(i, windows)
+        g = generator(seed, stage_id, epoch)
+        offset = torch.randint(max(1, len(ids) - windows * length), (), generator=g)
+        begin = int(offset) + int(torch.randperm(windows, generator=g)[place]) * length
+        rows.append(ids[begin:begin + length + 1])
+    return torch.stack(rows)
+
+
+def share(run, rows):
+    """This process's part of a global batch."""
+    return rows[run.rank::run.world]
+
+
+def train_target(run, args, tokenizer, ids, heldout, upstream):
+    config = ModelConfig(
+        vocab_size=tokenizer.vocab_size, hidden_size=args.hidden_size, intermediate_size=args.intermediate_size, num_hidden_layers=args.layers,
+        num_attention_heads=args.heads, num_key_value_heads=args.kv_heads, head_dim=args.hidden_size // args.heads,
+        max_position_embeddings=args.max_positions, rope_theta=args.rope_theta, eos_token_id=tokenizer.eos_id)
+    S = args.sequence_length
+    settings = {**upstream, "seed": args.seed, "hidden_size": args.hidden_size, "layers": args.layers, "intermediate_size": args.intermediate_size,
+                "heads": args.heads, "kv_heads": args.kv_heads, "sequence_length": S, "batch": args.batch, "target_steps": args.target_steps,
+                "target_minutes": args.target_minutes, "target_lr": list(args.target_lr)}
+    if finished(run, "target", settings):
+        return Transformer.from_pretrained(run.out / "target", device=run.device), settings
+    target = Transformer(config)
+    target.init_weights(generator(args.seed, 0))
+    target.to(run.device)
+
+    def loss_of(rows):
+        rows = rows.to(run.device)
+        with run.autocast:
+            hidden, _ = target(rows[:, :-1])
+            logits = target.logits(hidden)
+        return F.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten(), reduction="sum")
+
+    def batch_loss(step):
+        rows = share(run, window_batch(ids, S, args.batch, args.seed, 1, step))
+        return loss_of(rows), torch.tensor(float(rows[:, 1:].numel()), device=run.device)
+
+    @torch.no_grad()
+    def evaluate():
+        """Nats a token on held-out text."""
+        n = min(len(heldout) - 1, 64 * S) // S
+        if n == 0:
+            return {}
+        rows = torch.stack([heldout[i * S:i * S + S + 1] for i in range(n)])
+        return {"heldout_loss": sum(loss_of(part).item() for part in rows.split(args.batch)) / (n * S)}
+
+    train(run, "target", target, batch_loss, settings, steps=args.target_steps, minutes=args.target_minutes, lr=args.target_lr,
+          tokens_a_step=args.batch * S, evaluate=evaluate)
+    if run.main:
+        target.save_pretrained(run.out / "target")
+    finish(run, "target", settings)
+    return target, settings
+
+
+def make_responses(run, args, target, tokenizer, ids, upstream):
+    """The text that the drafter learns from (section 4.2): the target's own continuations of training prefixes.
+
+    Part files of responses/ hold (rows, prompt + response) token ids, a part a batch at one temperature; a killed run makes only the missing ones.
+    Returns the ids of all parts, (R, prompt + response), and how many of each row count: up to and including the end of text, (R,).
+    """
+    folder, rows = run.out / "responses", args.response_batch
+    settings = {**upstream, "responses": args.responses, "response_minutes": args.response_minutes, "response_tokens": args.response_tokens,
+                "prompt_tokens": args.prompt_tokens, "temperatures": list(args.temperatures)}
+
+    def part(n):
+        g = generator(args.seed, 2, n)
+        temperature = args.temperatures[n % len(args.temperatures)]
+        begin = torch.randint(len(ids) - args.prompt_tokens, (rows,), generator=g)
+        prompts = [ids[i:i + args.prompt_tokens].tolist() for i in begin]
+        out = autoregressive(target, prompts, args.response_tokens, temperature=temperature,
+                             seed=[(args.seed * 1_000_003 + n) * rows + i for i in range(rows)])
+        return torch.tensor([p + t for p, t in zip(prompts, out.tokens)], dtype=torch.int32)
+
+    if not finished(run, "responses", settings):
+        folder.mkdir(exist_ok=True)
+        mark(run, "responses", settings, done=False)
+
+        def affordable():
+            began = time.perf_counter()
+            part(0)
+            return min(args.responses / rows, 60 * args.response_minutes * run.world / (time.perf_counter() - began)) + 0.999
+        parts = run.decide("response_parts", affordable)
+        with run.bar(parts * rows * args.response_tokens, "responses", "token") as bar:
+            for n in range(parts):
+                file = folder / f"{n:05d}.safetensors"
+                if n % run.world == run.rank and not file.exists():
+                    tokens = part(n)
+                    write_whole(file, lambda name: save_file({"tokens": tokens}, name))
+                bar.update(rows * args.response_tokens)
+        run.wait()
+        finish(run, "responses", settings)
+    files = sorted(folder.glob("*.safetensors"))
+    return torch.cat([load_file(file)["tokens"] for file in files]).long(), settings
+
+
+def train_drafter(run, args, target, tokenizer, responses, upstream):
+    settings = {**upstream, "draft_layers": args.draft_layers, "block_size": args.block_size, "anchors": args.anchors, "draft_batch": args.draft_batch,
+                "gamma": args.gamma, "drafter_steps": args.drafter_steps, "drafter_minutes": args.drafter_minutes, "drafter_lr": list(args.drafter_lr)}
+    if finished(run, "drafter", settings):
+        return DFlashDrafter.from_pretrained(run.out / "drafter", target)
+    drafter = DFlashDrafter.for_target(target, num_layers=args.draft_layers, block_size=args.block_size, mask_token_id=tokenizer.special_ids[MASK_TOKEN])
+    drafter.init_weights(generator(args.seed, 3))
+    drafter.to(run.device)
+    target.requires_grad_(False)
+    gamma = args.gamma or default_gamma(args.block_size)
+    response = torch.arange(responses.shape[1]) >= args.prompt_tokens            # only the target's own tokens are labels
+
+    def batch_loss(step):
+        epoch_rows = len(responses)
+        chosen = [divmod(i, epoch_rows) for i in range(step * args.draft_batch, (step + 1) * args.draft_batch)]
+        order = {epoch: torch.randperm(epoch_rows, generator=generator(args.seed, 4, epoch)) for epoch in {epoch for epoch, _ in chosen}}
+        rows = torch.stack([responses[order[epoch][place]] for epoch, place in chosen])
+        anchors, valid = sample_anchors(response.expand(len(rows), -1), args.anchors, generator(args.seed, 5, step))
+        rows, anchors, valid = (share(run, x).to(run.device) for x in (rows, anchors, valid))
+        with run.autocast:
+            with torch.no_grad():
+                _, features = target(rows, taps=drafter.config.target_layer_ids)
+            return drafter_loss(drafter, target, rows, features, response.expand(len(rows), -1).to(run.device), anchors, valid, gamma)
+
+    train(run, "drafter", drafter, batch_loss, settings, steps=args.drafter_steps, minutes=args.drafter_minutes, lr=args.drafter_lr,
+          tokens_a_step=args.draft_batch * args.anchors * (args.block_size - 1))
+    if run.main:
+        drafter.save_pretrained(run.out / "drafter")
+    finish(run, "drafter", settings)
+    return drafter
+
+
+# ---- command line ------------------------------------------------------------------------------------------------------------------
+
+# cpu: about 15 minutes on 2 cores. gpu: about 100 M parameters on one 24 GB card (the README has the arithmetic).
+PRESETS = {
+    "cpu": dict(vocab_size=2048, layers=8, hidden_size=256, intermediate_size=768, heads=4, kv_heads=2, sequence_length=256, batch=16,
+                target_minutes=5.5, responses=2048, response_minutes=1.5, response_batch=128, response_tokens=192, prompt_tokens=64,
+                draft_layers=5, block_size=16, anchors=16, draft_batch=16, drafter_minutes=5.5),
+    "gpu": dict(vocab_size=16384, layers=12, hidden_size=768, intermediate_size=2304, heads=12, kv_heads=4, sequence_length=1024, batch=32,
+                target_minutes=60.0, responses=65536, response_minutes=20.0, response_batch=256, response_tokens=448, prompt_tokens=64,
+                draft_layers=5, block_size=16, anchors=64, draft_batch=32, drafter_minutes=60.0),
+}
+
+
+def parse(argv=None):
+    p = argparse.ArgumentParser(description="Train a target, then a DFlash drafter for it, then benchmark both.",
+                                epilog="Flags left out come from the preset.")
+    p.add_argument("--preset", choices=PRESETS, help="default: gpu where there is a CUDA device, else cpu")
+    p.add_argument("--out", default="out", help="where everything goes, and is found again (default: out)")
+    p.add_argument("--data", nargs="+", metavar="PATH", help="text files or folders (default: the stubs of torch and numpy)")
+    p.add_argument("--suffixes", nargs="+", metavar=".EXT", help="of --data's folders, read only such files")
+    p.add_argument("--resume", action="store_true", help="go on with an interrupted run")
+    p.add_argument("--device", help="cpu, cuda (default: cuda where there is one)")
+    p.add_argument("--seed", type=int, default=0)
+    for name, kind, text in (
+            ("vocab-size", int, "tokens of the tokenizer"), ("layers", int, "of the target"), ("hidden-size", int, "of target and drafter"),
+            ("intermediate-size", int, "of their MLPs"), ("heads", int, "query heads"), ("kv-heads", int, "key-value heads"),
+            ("sequence-length", int, "tokens of a training sequence"), ("batch", int, "sequences a step, over all processes"),
+            ("target-minutes", float, "time for the target's training"), ("target-steps", int, "instead of --target-minutes"),
+            ("responses", int, "at most so many continuations by the target"), ("response-minutes", float, "time for them"),
+            ("response-batch", int, "rows decoded together"), ("response-tokens", int, "new tokens each"), ("prompt-tokens", int, "tokens of each prefix"),
+            ("draft-layers", int, "of the drafter"), ("block-size", int, "tokens of a block, anchor included"), ("anchors", int, "blocks a sequence"),
+            ("draft-batch", int, "sequences a step, over all processes"), ("gamma", float, "decay of the loss over slots (default: the paper's)"),
+            ("drafter-minutes", float, "time for the drafter's training"), ("drafter-steps", int, "instead of --drafter-minutes")):
+        p.add_argument(f"--{name}", type=kind, metavar="N", help=text)
+    p.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7, 1.0], help="of the responses, in turn")
+    p.add_argument("--target-lr", type=float, nargs=2, default=[0.02, 3e-3], metavar=("MUON", "ADAMW"))
+    p.add_argument("--drafter-lr", type=float, nargs=2, default=[0.02, 3e-3], metavar=("MUON", "ADAMW"))
+    p.add_argument("--prompts", type=int, default=16, metavar="N", help="benchmark: prompts a domain")
+    args = p.parse_args(argv)
+    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    args.preset = args.preset or ("gpu" if args.device == "cuda" else "cpu")
+    args.max_positions, args.rope_theta = 4096, 10000.0
+    for name, value in PRESETS[args.preset].items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    return args
+
+
+def main(argv=None):
+    args = parse(argv)
+    run = Run(args)
+    tokenizer, ids, heldout, settings = make_text(run, args)
+    target, settings = train_target(run, args, tokenizer, ids, heldout, settings)
+    responses, settings = make_responses(run, args, target, tokenizer, ids, settings)
+    drafter = train_drafter(run, args, target, tokenizer, responses, settings)
+    if run.main:
+        run_benchmark(run.out, target, {"dflash": drafter}, tokenizer, run.out / "heldout.jsonl", prompts=args.prompts, prompt_tokens=args.prompt_tokens)
+    run.wait()
+
+
+if __name__ == "__main__":
+    run_command(main)
