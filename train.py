@@ -368,7 +368,7 @@ def learning_rate_factor(step, steps, warmup=0.04, decay=0.6):
     return min((step + 1) / max(1.0, warmup * steps), 1.0, (steps - step) / max(1.0, decay * steps))
 
 
-def train(run, stage, stage_id, module, batch_loss, settings, *, steps, minutes, lr, tokens_a_step, evaluate=None, checkpoint_seconds=60):
+def train(run, stage, module, batch_loss, settings, *, steps, minutes, lr, tokens_a_step, evaluate=None, checkpoint_seconds=60):
     """Trains `module` in place.
 
     batch_loss(step) -> (loss sum, weight sum) of this process's share of the step's batch; steps: fixed, or None: as many as fit into
