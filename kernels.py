@@ -4,7 +4,8 @@ A mask is a small function `mask_mod(b, h, q_idx, kv_idx) -> bool` (FlexAttentio
 Each is written once, and `make_mask` turns it into what the device's executor wants:
 
   CUDA       a BlockMask, for `torch.compile`d FlexAttention, which skips the 128 x 128 tiles that are empty
-  elsewhere  a dense (B, 1, Q, KV) tensor, for scaled_dot_product_attention (FlexAttention has no backward on the CPU)
+  elsewhere  a dense (B, 1, Q, KV) tensor, for scaled_dot_product_attention (FlexAttention has no backward on the CPU), and
+             for two plain matrix products where gradients are wanted
 
 `attention` then runs either. Nothing here knows what a model, a token or a file is.
 """
@@ -65,6 +66,16 @@ def make_mask(mask_mod, B, Q, KV, device, dtype=torch.float32):
     return dense(mask_mod, B, Q, KV, device, dtype)
 
 
+def plain_attention(q, k, v, mask=None):
+    """softmax(q k^T / sqrt(D)) v as two matrix products. On the CPU its backward takes half the time of SDPA's."""
+    B, H, Q, D = q.shape
+    K, KV = k.shape[1:3]
+    scores = (q.reshape(B, K, -1, D) @ k.transpose(2, 3)).view(B, H, Q, KV) * D ** -0.5     # the heads of a group share their keys
+    if mask is not None:
+        scores = scores + mask
+    return (scores.float().softmax(-1).to(v.dtype).view(B, K, -1, KV) @ v).view(B, H, Q, D)
+
+
 def attention(q, k, v, mask=None):
     """softmax(q k^T / sqrt(D)) v. q: (B, H, Q, D); k, v: (B, H_kv, KV, D), each kv head serving H / H_kv query heads.
 
@@ -72,4 +83,6 @@ def attention(q, k, v, mask=None):
     """
     if isinstance(mask, BlockMask):
         return compiled_flex_attention(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+    if torch.is_grad_enabled() and q.device.type == "cpu":
+        return plain_attention(q, k, v, mask)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])

@@ -240,7 +240,7 @@ class RMSNorm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
 
     def forward(self, x):
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
 class Attention(nn.Module):
@@ -270,6 +270,7 @@ class Attention(nn.Module):
         q, k = rotate(q, cos[:, -Q:], sin[:, -Q:]), rotate(k, cos, sin)
         if cache is not None:
             k, v = cache.update(self.layer, k, v)                                # (B, end, K, D)
+        q, k = q.to(v.dtype), k.to(v.dtype)                                      # under autocast the norms and angles are float32
         out = attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
         return self.o_proj(out.transpose(1, 2).reshape(B, Q, -1))
 

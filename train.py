@@ -254,7 +254,9 @@ class Run:
             dist.init_process_group("nccl" if cuda else "gloo")
         self.out.mkdir(parents=True, exist_ok=True)
         # Matrix products in bfloat16 where the hardware has them, master weights in float32.
-        self.autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=cuda or has_bfloat16())
+        self.bfloat16 = cuda or has_bfloat16()
+        # A training step in plain eager PyTorch takes twice as long on either; compiling needs a C++ compiler on the CPU.
+        self.compile = torch.compile if args.compile and (cuda or has_compiler()) else lambda function: function
 
     @property
     def main(self):
@@ -294,6 +296,15 @@ class Run:
 def has_bfloat16():
     """Does this CPU multiply bfloat16 natively? Elsewhere emulation makes it slower than float32."""
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def has_compiler():
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    try:
+        return bool(get_cpp_compiler())
+    except Exception:
+        print("no C++ compiler found: training runs uncompiled and takes about twice as long", file=sys.stderr)
+        return False
 
 
 def finished(run, stage, settings):
@@ -505,16 +516,19 @@ def train_target(run, args, tokenizer, ids, heldout, upstream):
     target.init_weights(generator(args.seed, 0))
     target.to(run.device)
 
+    device, bfloat16 = run.device.type, run.bfloat16
+
     def loss_of(rows):
-        rows = rows.to(run.device)
-        with run.autocast:
+        with torch.autocast(device, torch.bfloat16, enabled=bfloat16):
             hidden, _ = target(rows[:, :-1])
             logits = target.logits(hidden)
         return F.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten(), reduction="sum")
 
+    compiled_loss = run.compile(loss_of)
+
     def batch_loss(step):
         rows = share(run, window_batch(ids, S, args.batch, args.seed, 1, step))
-        return loss_of(rows), torch.tensor(float(rows[:, 1:].numel()), device=run.device)
+        return compiled_loss(rows.to(run.device)), torch.tensor(float(rows[:, 1:].numel()), device=run.device)
 
     @torch.no_grad()
     def evaluate():
@@ -523,7 +537,7 @@ def train_target(run, args, tokenizer, ids, heldout, upstream):
         if n == 0:
             return {}
         rows = torch.stack([heldout[i * S:i * S + S + 1] for i in range(n)])
-        return {"heldout_loss": sum(loss_of(part).item() for part in rows.split(args.batch)) / (n * S)}
+        return {"heldout_loss": sum(loss_of(part.to(run.device)).item() for part in rows.split(args.batch)) / (n * S)}
 
     train(run, "target", target, batch_loss, settings, steps=args.target_steps, minutes=args.target_minutes, lr=args.target_lr,
           tokens_a_step=args.batch * S, evaluate=evaluate)
@@ -583,8 +597,16 @@ def train_drafter(run, args, target, tokenizer, responses, upstream):
     drafter.init_weights(generator(args.seed, 3))
     drafter.to(run.device)
     target.requires_grad_(False)
-    gamma = args.gamma or default_gamma(args.block_size)
+    gamma, device, bfloat16 = args.gamma or default_gamma(args.block_size), run.device.type, run.bfloat16
     response = torch.arange(responses.shape[1]) >= args.prompt_tokens            # only the target's own tokens are labels
+
+    @run.compile
+    def loss_of(rows, anchors, valid):
+        trainable = response.to(rows.device).expand(len(rows), -1)
+        with torch.autocast(device, torch.bfloat16, enabled=bfloat16):
+            with torch.no_grad():
+                _, features = target(rows, taps=drafter.config.target_layer_ids)
+            return drafter_loss(drafter, target, rows, features, trainable, anchors, valid, gamma)
 
     def batch_loss(step):
         epoch_rows = len(responses)
@@ -593,10 +615,7 @@ def train_drafter(run, args, target, tokenizer, responses, upstream):
         rows = torch.stack([responses[order[epoch][place]] for epoch, place in chosen])
         anchors, valid = sample_anchors(response.expand(len(rows), -1), args.anchors, generator(args.seed, 5, step))
         rows, anchors, valid = (share(run, x).to(run.device) for x in (rows, anchors, valid))
-        with run.autocast:
-            with torch.no_grad():
-                _, features = target(rows, taps=drafter.config.target_layer_ids)
-            return drafter_loss(drafter, target, rows, features, response.expand(len(rows), -1).to(run.device), anchors, valid, gamma)
+        return loss_of(rows, anchors, valid)
 
     train(run, "drafter", drafter, batch_loss, settings, steps=args.drafter_steps, minutes=args.drafter_minutes, lr=args.drafter_lr,
           tokens_a_step=args.draft_batch * args.anchors * (args.block_size - 1))
@@ -611,7 +630,7 @@ def train_drafter(run, args, target, tokenizer, responses, upstream):
 # cpu: about 15 minutes on 2 cores. gpu: about 100 M parameters on one 24 GB card (the README has the arithmetic).
 PRESETS = {
     "cpu": dict(vocab_size=2048, layers=8, hidden_size=256, intermediate_size=768, heads=4, kv_heads=2, sequence_length=256, batch=16,
-                target_minutes=5.5, responses=2048, response_minutes=1.5, response_batch=128, response_tokens=192, prompt_tokens=64,
+                target_minutes=5.0, responses=2048, response_minutes=1.5, response_batch=128, response_tokens=192, prompt_tokens=64,
                 draft_layers=5, block_size=16, anchors=16, draft_batch=16, drafter_minutes=5.5),
     "gpu": dict(vocab_size=16384, layers=12, hidden_size=768, intermediate_size=2304, heads=12, kv_heads=4, sequence_length=1024, batch=32,
                 target_minutes=60.0, responses=65536, response_minutes=20.0, response_batch=256, response_tokens=448, prompt_tokens=64,
@@ -628,6 +647,7 @@ def parse(argv=None):
     p.add_argument("--suffixes", nargs="+", metavar=".EXT", help="of --data's folders, read only such files")
     p.add_argument("--resume", action="store_true", help="go on with an interrupted run")
     p.add_argument("--device", help="cpu, cuda (default: cuda where there is one)")
+    p.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True, help="torch.compile the training steps")
     p.add_argument("--seed", type=int, default=0)
     for name, kind, text in (
             ("vocab-size", int, "tokens of the tokenizer"), ("layers", int, "of the target"), ("hidden-size", int, "of target and drafter"),
