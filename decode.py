@@ -330,21 +330,49 @@ def show_report(results, histograms, block_size):
     return "\n".join(lines)
 
 
-def read_prompts(file, tokenizer, prompt_tokens, per_domain):
-    """{domain: rows of ids} from a .jsonl file with {"domain", "text"} a line: the first tokens of each text."""
-    prompts = {}
+def read_lines(file):
+    """The objects of a .jsonl file: each with "messages" (a chat), "prompt" (a whole prompt) or "text" (whose beginning is a prompt)."""
+    entries = []
     try:
         with open(file, encoding="utf-8") as lines:
-            for line in lines:
-                entry = json.loads(line)
-                ids = tokenizer.encode(entry["text"])[:prompt_tokens]
-                rows = prompts.setdefault(entry["domain"], [])
-                if len(ids) == prompt_tokens and len(rows) < per_domain:
-                    rows.append(ids)
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    entry = json.loads(line)
+                    if not any(isinstance(entry.get(key), kind) for key, kind in (("messages", list), ("prompt", str), ("text", str))):
+                        raise ValueError
+                    entries.append(entry)
     except OSError as error:
-        raise UserError(f"{file}: cannot be read ({error.strerror}); train.py writes it") from None
-    except (ValueError, KeyError, TypeError):
-        raise UserError(f"{file}: its lines are not objects with domain and text; train.py writes it") from None
+        raise UserError(f"{file}: cannot be read ({error.strerror})") from None
+    except (ValueError, AttributeError):
+        raise UserError(f"{file}: line {number} is no JSON object with messages, prompt or text") from None
+    return entries
+
+
+def encode_prompt(entry, tokenizer, prompt_tokens):
+    """An entry of `read_lines` -> token ids; of a text the first prompt_tokens."""
+    if "messages" in entry:
+        return tokenizer.encode(tokenizer.render_chat(entry["messages"]), special=True)
+    return tokenizer.encode(entry["prompt"]) if "prompt" in entry else tokenizer.encode(entry["text"])[:prompt_tokens]
+
+
+def read_prompts(file, tokenizer, prompt_tokens, per_domain):
+    """{domain: rows of ids}: from a .jsonl file, or from a text, cut into prompts of prompt_tokens."""
+    prompts = {}
+    if str(file).endswith(".jsonl"):
+        for entry in read_lines(file):
+            ids = encode_prompt(entry, tokenizer, prompt_tokens)
+            rows = prompts.setdefault(entry.get("domain", Path(file).stem), [])
+            if ids and len(rows) < per_domain and ("text" not in entry or len(ids) == prompt_tokens):
+                rows.append(ids)
+    else:
+        try:
+            ids = tokenizer.encode(Path(file).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise UserError(f"{file}: cannot be read ({error.strerror})") from None
+        except UnicodeDecodeError:
+            raise UserError(f"{file}: not UTF-8 text") from None
+        step = max(prompt_tokens, len(ids) // per_domain)
+        prompts[Path(file).stem] = [ids[i:i + prompt_tokens] for i in range(0, len(ids) - prompt_tokens + 1, step)][:per_domain]
     prompts = {domain: rows for domain, rows in prompts.items() if rows}
     if not prompts:
         raise UserError(f"{file}: no text of at least {prompt_tokens} tokens; ask for a shorter --prompt-tokens")
@@ -384,6 +412,8 @@ def parser():
     what = p.add_mutually_exclusive_group(required=True)
     what.add_argument("--prompt", help="text to continue")
     what.add_argument("--bench", action="store_true", help="measure plain decoding and the drafter on held-out prompts; writes OUT/report.json")
+    p.add_argument("--chat", action="store_true", help="--prompt is a user's message: render it with the target's chat template")
+    p.add_argument("--data", metavar="FILE", help="--bench: prompts from a text or .jsonl file (default: OUT/heldout.jsonl)")
     p.add_argument("--show", action="store_true", help="colour the text: accepted drafts, bonus tokens, rejected drafts")
     p.add_argument("--plain", action="store_true", help="decode without the drafter")
     p.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
@@ -402,6 +432,7 @@ def parser():
 def run_benchmark(out, target, drafters, tokenizer, prompts_file, *, prompts=16, prompt_tokens=64, max_new_tokens=128, temperatures=(0.0, 1.0),
                   block_size=None, seed=0):
     """Benchmarks, prints the table, writes out/report.json."""
+    Path(out).mkdir(parents=True, exist_ok=True)
     from tqdm import tqdm
     rows = read_prompts(prompts_file, tokenizer, prompt_tokens, prompts)
     with tqdm(total=len(temperatures) * sum(map(len, rows.values())), desc="benchmark", unit="prompt") as bar:
@@ -443,12 +474,16 @@ def main(argv=None):
     drafter = None if args.plain else DFlashDrafter.from_pretrained(args.drafter or Path(args.out) / "drafter", target)
     how = dict(block_size=args.block_size, seed=args.seed)
     if args.bench:
-        run_benchmark(args.out, target, {} if drafter is None else {"dflash": drafter}, tokenizer, Path(args.out) / "heldout.jsonl", prompts=args.prompts,
+        run_benchmark(args.out, target, {} if drafter is None else {"dflash": drafter}, tokenizer, args.data or Path(args.out) / "heldout.jsonl", prompts=args.prompts,
                       prompt_tokens=args.prompt_tokens, max_new_tokens=args.max_new_tokens,
                       temperatures=(0.0, 1.0) if args.temperature is None else (args.temperature,), **how)
     else:
-        print(args.prompt, end="", flush=True)
-        stream(target, drafter, tokenizer, tokenizer.encode(args.prompt), args.max_new_tokens, stop_tokens(target, tokenizer), args.show,
+        if args.chat:
+            prompt = encode_prompt({"messages": [{"role": "user", "content": args.prompt}]}, tokenizer, None)
+        else:
+            prompt = tokenizer.encode(args.prompt)
+            print(args.prompt, end="", flush=True)
+        stream(target, drafter, tokenizer, prompt, args.max_new_tokens, stop_tokens(target, tokenizer), args.show,
                temperature=args.temperature or 0.0, top_k=args.top_k, top_p=args.top_p, **how)
 
 

@@ -9,6 +9,7 @@ Shapes: B rows, Q new tokens a row, C = hidden_size, H heads and K key-value hea
 import json
 import math
 import os
+import time
 from dataclasses import dataclass, fields
 from pathlib import Path
 from unicodedata import normalize
@@ -447,7 +448,7 @@ class Tokenizer:
 
     def __init__(self, data, config=None):
         """data: tokenizer.json as a dict; config: tokenizer_config.json. UserError if unsupported."""
-        self.data, self.config = data, dict(config or {})
+        self.data, self.config, self.chat_template = data, dict(config or {}), None
         model, vocab, added = data["model"], data["model"]["vocab"], data.get("added_tokens") or []
         check(model.get("type", "BPE") == "BPE", "model.type", model.get("type"))
         for field in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"):
@@ -526,6 +527,10 @@ class Tokenizer:
             raise UserError(f"{path}/tokenizer.json: broken, or not of a byte-level BPE ({error!r})") from None
         except UserError as error:
             raise UserError(f"{path}/tokenizer.json: {error}") from None
+        template, file = self.config.get("chat_template"), Path(path) / "chat_template.jinja"
+        if isinstance(template, list):                                           # several, by name
+            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        self.chat_template = file.read_text(encoding="utf-8") if file.exists() else template
         for name in ("generation_config.json", "config.json"):
             eos = found.get(name, {}).get("eos_token_id")
             eos = eos[0] if isinstance(eos, list) and eos else eos  # chat models list several
@@ -559,6 +564,24 @@ class Tokenizer:
         Path(path).mkdir(parents=True, exist_ok=True)
         write_json(Path(path) / "tokenizer.json", self.data)
         write_json(Path(path) / "tokenizer_config.json", config)
+
+    def render_chat(self, messages):
+        """[{"role", "content"}, ...] -> the prompt's text up to where the assistant speaks, by the model's own template, in a sandbox."""
+        import jinja2
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        def raise_exception(message):
+            raise jinja2.TemplateError(message)
+        if self.chat_template is None:
+            raise UserError("the target has no chat template (tokenizer_config.json or chat_template.jinja); give prompts as text")
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+        environment.globals |= {"raise_exception": raise_exception, "strftime_now": lambda form: time.strftime(form)}
+        environment.filters["tojson"] = lambda value, **how: json.dumps(value, ensure_ascii=False, **how)
+        named = {key: value["content"] if isinstance(value, dict) else value for key, value in self.config.items() if key in ("bos_token", "eos_token")}
+        try:
+            return environment.from_string(self.chat_template).render(messages=messages, add_generation_prompt=True, **named)
+        except jinja2.TemplateError as error:
+            raise UserError(f"the target's chat template refuses these messages: {' '.join(str(error).split())}") from None
 
     def encode(self, text, special=False):
         """str -> list of ids. Special tokens written in the text count as such only if special=True."""

@@ -32,9 +32,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
-from decode import autoregressive, run_benchmark, run_command, stop_tokens
+from decode import autoregressive, encode_prompt, read_lines, run_benchmark, run_command, stop_tokens
 from drafter import DFlashDrafter, default_gamma, drafter_loss, sample_anchors
-from kernels import causal, make_mask
 from model import CODE_PATTERN, ModelConfig, Tokenizer, Transformer, UserError, read_json, write_json, write_whole
 
 MASK_TOKEN = "<|mask|>"
@@ -243,7 +242,7 @@ class Run:
     """Where and how this process runs: device, rank, output folder, and what has been decided and written so far."""
 
     def __init__(self, args):
-        self.out, self.resume = Path(args.out), args.resume
+        self.out, self.resume, self.checkpoint_seconds = Path(args.out), args.resume, args.checkpoint_seconds
         self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         cuda = args.device == "cuda"
         self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device(args.device)
@@ -276,6 +275,14 @@ class Run:
         if self.main:
             with open(self.out / "log.jsonl", "a", encoding="utf-8") as file:
                 file.write(json.dumps(entry) + "\n")
+
+    def forget(self, stage, step):
+        """Drops the log's lines after the checkpoint that a resumed run starts from: it writes them again."""
+        file = self.out / "log.jsonl"
+        if self.main and file.exists():
+            lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+            kept = [line for line in lines if line.endswith("\n") and not (json.loads(line)["stage"] == stage and json.loads(line)["step"] > step)]
+            write_whole(file, lambda name: Path(name).write_text("".join(kept), encoding="utf-8"))
 
     def bar(self, total, name, unit="step", initial=0):
         return tqdm(total=total, desc=name, unit=unit, initial=initial, disable=not self.main, dynamic_ncols=True)
@@ -333,7 +340,7 @@ def mark(run, stage, settings, done):
 def save_checkpoint(file, module, optimizers, step):
     """Model, optimizers and step in one safetensors file. The random state is the step: see `generator`."""
     tensors = {f"model.{name}": p.detach() for name, p in module.named_parameters()}
-    for i, optimizer in enumerate(optimizers):
+    for i, (optimizer, _) in enumerate(optimizers):
         for j, p in enumerate(optimizer.param_groups[0]["params"]):
             tensors |= {f"optimizer.{i}.{j}.{key}": value for key, value in optimizer.state[p].items()}
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
@@ -350,9 +357,10 @@ def load_checkpoint(file, module, optimizers):
             for key in tensors.keys():
                 if key.startswith("optimizer."):
                     _, i, j, name = key.split(".")
-                    p = optimizers[int(i)].param_groups[0]["params"][int(j)]
+                    optimizer, _ = optimizers[int(i)]
+                    p = optimizer.param_groups[0]["params"][int(j)]
                     value = tensors.get_tensor(key)
-                    optimizers[int(i)].state[p][name] = value if value.dim() == 0 else value.to(p.device)
+                    optimizer.state[p][name] = value if value.dim() == 0 else value.to(p.device)
             return int(tensors.metadata()["step"])
     except (SafetensorError, OSError, KeyError) as error:
         raise UserError(f"{file}: damaged checkpoint ({error}); delete it to start this stage again") from None
@@ -365,28 +373,31 @@ def generator(seed, *index):
 
 # ---- training: one loop for the target and the drafter -----------------------------------------------------------------------------
 
-def build_optimizers(module, matrix_lr, other_lr):
-    """Muon (orthogonalized momentum, Jordan 2024) for the layers' matrices, AdamW for embeddings, head, norms and biases."""
+def build_optimizers(module, lr):
+    """[(optimizer, its learning rate)]: Muon (orthogonalized momentum, Jordan 2024) for the layers' matrices, AdamW for embeddings, head,
+    norms and biases; AdamW for all where Muon's rate is None."""
+    muon_lr, adamw_lr = lr
     named = list(module.named_parameters())
-    matrices = [p for name, p in named if p.dim() == 2 and "embed_tokens" not in name and "lm_head" not in name]
+    matrices = [p for name, p in named if muon_lr is not None and p.dim() == 2 and "embed_tokens" not in name and "lm_head" not in name]
     others = [p for _, p in named if not any(p is m for m in matrices)]
-    return [torch.optim.Muon(matrices, lr=matrix_lr, weight_decay=0.0, adjust_lr_fn="original"),
-            torch.optim.AdamW(others, lr=other_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)]
+    adamw = torch.optim.AdamW(others, lr=adamw_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    return [(torch.optim.Muon(matrices, lr=muon_lr, weight_decay=0.0, adjust_lr_fn="original"), muon_lr)] * bool(matrices) + [(adamw, adamw_lr)]
 
 
-def learning_rate_factor(step, steps, warmup=0.04, decay=0.6):
-    """Linear warm-up, constant, linear decay to zero over the last part."""
-    return min((step + 1) / max(1.0, warmup * steps), 1.0, (steps - step) / max(1.0, decay * steps))
+def learning_rate_factor(step, steps, muon):
+    """Linear warm-up over 4%, then with Muon constant and a linear decay over the last 60%, with AdamW alone the paper's cosine."""
+    warm = (step + 1) / max(1.0, 0.04 * steps)
+    return min(warm, 1.0, (steps - step) / (0.6 * steps) if muon else 0.5 * (1 + math.cos(math.pi * step / steps)))
 
 
-def train(run, stage, module, batch_loss, settings, *, steps, minutes, lr, tokens_a_step, evaluate=None, checkpoint_seconds=60):
+def train(run, stage, module, batch_loss, settings, *, steps, minutes, lr, tokens_a_step, evaluate=None):
     """Trains `module` in place.
 
     batch_loss(step) -> (loss sum, weight sum) of this process's share of the step's batch; steps: fixed, or None: as many as fit into
-    `minutes`, measured here first. Writes a checkpoint about every minute; starts from the one that is there.
+    `minutes`, measured here first. Writes a checkpoint every --checkpoint-seconds; starts from the one that is there.
     """
     checkpoint = run.out / f"{stage}.checkpoint.safetensors"
-    optimizers = build_optimizers(module, *lr)
+    optimizers = build_optimizers(module, lr)
     parameters = list(module.parameters())
     module.train()
 
@@ -399,7 +410,7 @@ def train(run, stage, module, batch_loss, settings, *, steps, minutes, lr, token
             for p, grad in zip(parameters, run.sum(flat).split([p.numel() for p in parameters])):
                 p.grad.copy_(grad.view_as(p))
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        for optimizer, base in zip(optimizers, lr):
+        for optimizer, base in optimizers:
             optimizer.param_groups[0]["lr"] = base * factor
             optimizer.step()
             optimizer.zero_grad()
@@ -418,15 +429,16 @@ def train(run, stage, module, batch_loss, settings, *, steps, minutes, lr, token
         plan = run.out / "plan.json"
         if not (plan.exists() and stage in read_json(plan)):
             wanted = measured_steps()
-            for optimizer in optimizers:
+            for optimizer, _ in optimizers:
                 optimizer.state.clear()
         steps = run.decide(stage, lambda: wanted)
     start = load_checkpoint(checkpoint, module, optimizers) if checkpoint.exists() else 0
+    run.forget(stage, start)
     mark(run, stage, settings, done=False)
     saved, began, losses = time.monotonic(), time.monotonic(), []
     with run.bar(steps, stage, initial=start) as bar:
         for step in range(start, steps):
-            losses.append(one_step(step, learning_rate_factor(step, steps)))
+            losses.append(one_step(step, learning_rate_factor(step, steps, muon=len(optimizers) > 1)))
             bar.update()
             last = step + 1 == steps
             # One process's clock decides when all look; the loss is looked at before every checkpoint, so none holds a NaN.
@@ -444,7 +456,7 @@ def train(run, stage, module, batch_loss, settings, *, steps, minutes, lr, token
                     entry |= evaluate()
                     module.train()
                 run.log(**entry)
-                if run.main and time.monotonic() - saved > checkpoint_seconds and not last:
+                if run.main and time.monotonic() - saved >= run.checkpoint_seconds and not last:
                     save_checkpoint(checkpoint, module, optimizers, step + 1)
                     saved = time.monotonic()
     return module.eval()
@@ -461,26 +473,31 @@ def finish(run, stage, settings):
 # ---- the stages ----------------------------------------------------------------------------------------------------------------
 
 def make_text(run, args):
-    """Corpus and tokenizer -> (Tokenizer, training ids (N,), held-out ids), written as target/tokenizer.json and heldout.jsonl."""
-    documents = read_corpus(args.data, args.suffixes)
-    training, heldout = split(documents, args.seed)
+    """Corpus and tokenizer -> (Tokenizer, training ids (N,), held-out ids, settings), written as target/tokenizer.json and heldout.jsonl."""
+    training, heldout = split(read_corpus(args.data, args.suffixes), args.seed)
+    settings = {"corpus": fingerprint([d.text for d in training]), "vocab_size": args.vocab_size}
     folder = run.out / "target"
-    settings = {"corpus": hashlib.sha256("\0".join(d.text for d in training).encode()).hexdigest()[:16], "vocab_size": args.vocab_size}
     if not finished(run, "tokenizer", settings):
         if run.main:
             began = time.perf_counter()
             merges = train_bpe([d.text for d in training], args.vocab_size - 2, CODE_PATTERN)
-            folder.mkdir(parents=True, exist_ok=True)
             Tokenizer.from_merges(merges, [END_TOKEN, MASK_TOKEN]).save_pretrained(folder)
-            write_whole(run.out / "heldout.jsonl", lambda name: Path(name).write_text(
-                "".join(json.dumps(d._asdict()) + "\n" for d in heldout), encoding="utf-8"))
+            write_lines(run.out / "heldout.jsonl", [d._asdict() for d in heldout])
             print(f"tokenizer: {len(merges)} merges from {len(training)} documents in {time.perf_counter() - began:.1f} s; {len(heldout)} documents held out")
         finish(run, "tokenizer", settings)
     tokenizer = Tokenizer.from_pretrained(folder)
     ids = [torch.tensor([i for d in part for i in (tokenizer.eos_id, *tokenizer.encode(d.text))]) for part in (training, heldout)]
-    if len(ids[0]) < args.sequence_length + 1:
-        raise UserError(f"the text has {len(ids[0])} tokens, fewer than one sequence of {args.sequence_length}; give more --data or a smaller --sequence-length")
+    if len(ids[0]) < 2 * args.sequence_length:
+        raise UserError(f"the text has {len(ids[0])} tokens, too few for sequences of {args.sequence_length}; give more --data or a smaller --sequence-length")
     return tokenizer, *ids, settings
+
+
+def fingerprint(texts):
+    return hashlib.sha256("\0".join(texts).encode("utf-8", "replace")).hexdigest()[:16]
+
+
+def write_lines(path, entries):
+    write_whole(path, lambda name: Path(name).write_text("".join(json.dumps(entry) + "\n" for entry in entries), encoding="utf-8"))
 
 
 def window_batch(ids, length, batch, seed, stage_id, step):
@@ -504,8 +521,7 @@ def share(run, rows):
 def train_target(run, args, tokenizer, ids, heldout, upstream):
     config = ModelConfig(
         vocab_size=tokenizer.vocab_size, hidden_size=args.hidden_size, intermediate_size=args.intermediate_size, num_hidden_layers=args.layers,
-        num_attention_heads=args.heads, num_key_value_heads=args.kv_heads, head_dim=args.hidden_size // args.heads,
-        max_position_embeddings=args.max_positions, rope_theta=args.rope_theta, eos_token_id=tokenizer.eos_id)
+        num_attention_heads=args.heads, num_key_value_heads=args.kv_heads, head_dim=args.hidden_size // args.heads, eos_token_id=tokenizer.eos_id)
     S = args.sequence_length
     settings = {**upstream, "seed": args.seed, "hidden_size": args.hidden_size, "layers": args.layers, "intermediate_size": args.intermediate_size,
                 "heads": args.heads, "kv_heads": args.kv_heads, "sequence_length": S, "batch": args.batch, "target_steps": args.target_steps,
@@ -547,105 +563,161 @@ def train_target(run, args, tokenizer, ids, heldout, upstream):
     return target, settings
 
 
-def make_responses(run, args, target, tokenizer, ids, upstream):
-    """The text that the drafter learns from (section 4.2): the target's own continuations of training prefixes.
+def pretrained_target(run, args):
+    """--target: a checkpoint's folder, frozen, in bfloat16 on CUDA. -> (Transformer, Tokenizer, training prompts, settings)
 
-    Part files of responses/ hold (rows, prompt + response) token ids, a part a batch at one temperature; a killed run makes only the missing ones.
-    Returns the ids of all parts, (R, prompt + response), and how many of each row count: up to and including the end of text, (R,).
+    Prompts come from --data: the first --prompt-tokens tokens of each document of a text, whole prompts or chats of a .jsonl. Some are held out.
     """
-    folder, rows = run.out / "responses", args.response_batch
+    target = Transformer.from_pretrained(args.target, device=run.device, dtype=torch.bfloat16 if run.device.type == "cuda" else torch.float32)
+    tokenizer = Tokenizer.from_pretrained(args.target)
+    if not args.data:
+        raise UserError("--target needs --data: text files or folders, or .jsonl files with a prompt or messages a line")
+    chats = [path for path in args.data if path.endswith(".jsonl")]
+    texts = [path for path in args.data if path not in chats]
+    entries = [entry for path in chats for entry in read_lines(path)] + [d._asdict() for d in (read_corpus(texts, args.suffixes) if texts else [])]
+    entries = list({json.dumps(entry, sort_keys=True): entry for entry in entries}.values())      # repetitions would reach both sides
+    held = lambda entry: int(fingerprint([str(args.seed), json.dumps(entry, sort_keys=True)]), 16) % 1000 < 40
+    if run.main:
+        write_lines(run.out / "heldout.jsonl", [entry for entry in entries if held(entry)])
+    room = args.sequence_length - args.response_tokens
+    prompts = [encode_prompt(entry, tokenizer, args.prompt_tokens) for entry in entries if not held(entry)]
+    prompts = [prompt for prompt in prompts if 0 < len(prompt) <= room]
+    if not prompts:
+        raise UserError(f"--data holds no prompt of at most {room} tokens (--sequence-length less --response-tokens)")
+    weights = sorted((file.name, file.stat().st_size) for file in Path(args.target).glob("*.safetensors"))
+    return target, tokenizer, prompts, {"target": str(Path(args.target).resolve()), "weights": fingerprint([str(weights), (Path(args.target) / "config.json").read_text()]),
+                                        "prompts": fingerprint([str(prompts)])}
+
+
+def make_responses(run, args, target, tokenizer, prompts, upstream):
+    """The text that the drafter learns from (section 4.2): the target's own continuations of training prompts.
+
+    Decoded a batch at a time, at one temperature each, into part files of responses/; a killed run makes only the missing ones. Returns
+    ids (R, S) padded on the right, and trainable (R, S): the response, up to and including the end of text.
+    """
+    folder, rows, stops = run.out / "responses", args.response_batch, stop_tokens(target, tokenizer)
     settings = {**upstream, "responses": args.responses, "response_minutes": args.response_minutes, "response_tokens": args.response_tokens,
                 "prompt_tokens": args.prompt_tokens, "temperatures": list(args.temperatures)}
+    prompts = prompts[:args.responses]
 
     def part(n):
-        g = generator(args.seed, 2, n)
-        temperature = args.temperatures[n % len(args.temperatures)]
-        begin = torch.randint(len(ids) - args.prompt_tokens, (rows,), generator=g)
-        prompts = [ids[i:i + args.prompt_tokens].tolist() for i in begin]
-        out = autoregressive(target, prompts, args.response_tokens, temperature=temperature,
-                             seed=[(args.seed * 1_000_003 + n) * rows + i for i in range(rows)])
-        return torch.tensor([p + t for p, t in zip(prompts, out.tokens)], dtype=torch.int32)
+        batch = prompts[n * rows:(n + 1) * rows]
+        out = autoregressive(target, batch, args.response_tokens, temperature=args.temperatures[n % len(args.temperatures)], stop_ids=stops,
+                             seed=[(args.seed * 1_000_003 + n) * rows + i for i in range(len(batch))])
+        ids = [torch.tensor(p + t, dtype=torch.int32) for p, t in zip(batch, out.tokens)]
+        return {"tokens": torch.cat(ids), "length": torch.tensor([len(row) for row in ids]), "prompt": torch.tensor([len(p) for p in batch])}
 
     if not finished(run, "responses", settings):
         folder.mkdir(exist_ok=True)
         mark(run, "responses", settings, done=False)
+        parts = math.ceil(len(prompts) / rows)
 
         def affordable():
             began = time.perf_counter()
             part(0)
-            return min(args.responses / rows, 60 * args.response_minutes * run.world / (time.perf_counter() - began)) + 0.999
-        parts = run.decide("response_parts", affordable)
+            return min(parts, math.ceil(60 * args.response_minutes * run.world / (time.perf_counter() - began)))
+        if args.response_minutes is not None:
+            parts = run.decide("response_parts", affordable)
         with run.bar(parts * rows * args.response_tokens, "responses", "token") as bar:
             for n in range(parts):
                 file = folder / f"{n:05d}.safetensors"
                 if n % run.world == run.rank and not file.exists():
-                    tokens = part(n)
-                    write_whole(file, lambda name: save_file({"tokens": tokens}, name))
+                    tensors = part(n)
+                    write_whole(file, lambda name: save_file(tensors, name))
                 bar.update(rows * args.response_tokens)
         run.wait()
         finish(run, "responses", settings)
-    files = sorted(folder.glob("*.safetensors"))
-    return torch.cat([load_file(file)["tokens"] for file in files]).long(), settings
+    rows, prompt_lengths = [], []
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors = load_file(file)
+        rows += tensors["tokens"].long().split(tensors["length"].tolist())
+        prompt_lengths += tensors["prompt"].tolist()
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    place = torch.arange(ids.shape[1])
+    return ids, (place >= torch.tensor(prompt_lengths)[:, None]) & (place < torch.tensor([len(row) for row in rows])[:, None]), settings
 
 
-def train_drafter(run, args, target, tokenizer, responses, upstream):
+def mask_token(args, target, tokenizer):
+    """The id that stands for "to be drafted": --mask-token, else an id of the padded embedding that no token uses, else a special token
+    that no text uses. Text may still contain it: it is only ever the drafter's input, nothing is stripped."""
+    if args.mask_token is not None:
+        known = tokenizer.special_ids.get(args.mask_token)
+        if known is None and not (args.mask_token.isdecimal() and int(args.mask_token) < target.config.vocab_size):
+            raise UserError(f"--mask-token {args.mask_token}: neither a special token of this tokenizer nor an id below {target.config.vocab_size}")
+        return int(args.mask_token) if known is None else known
+    if tokenizer.vocab_size < target.config.vocab_size:
+        return tokenizer.vocab_size
+    for name, token in tokenizer.special_ids.items():
+        if re.search(r"mask|reserved|unused|extra", name, re.I):
+            return token
+    raise UserError("the tokenizer has no unused token for the drafter's mask; name one that no text uses with --mask-token")
+
+
+def train_drafter(run, args, target, tokenizer, ids, trainable, upstream):
     settings = {**upstream, "draft_layers": args.draft_layers, "block_size": args.block_size, "anchors": args.anchors, "draft_batch": args.draft_batch,
-                "gamma": args.gamma, "drafter_steps": args.drafter_steps, "drafter_minutes": args.drafter_minutes, "drafter_lr": list(args.drafter_lr)}
+                "gamma": args.gamma, "drafter_steps": args.drafter_steps, "drafter_minutes": args.drafter_minutes, "epochs": args.epochs,
+                "drafter_lr": list(args.drafter_lr), "mask_token": args.mask_token}
     if finished(run, "drafter", settings):
         return DFlashDrafter.from_pretrained(run.out / "drafter", target)
-    drafter = DFlashDrafter.for_target(target, num_layers=args.draft_layers, block_size=args.block_size, mask_token_id=tokenizer.special_ids[MASK_TOKEN])
+    drafter = DFlashDrafter.for_target(target, num_layers=args.draft_layers, block_size=args.block_size, mask_token_id=mask_token(args, target, tokenizer))
     drafter.init_weights(generator(args.seed, 3))
     drafter.to(run.device)
     target.requires_grad_(False)
-    gamma, device, bfloat16 = args.gamma or default_gamma(args.block_size), run.device.type, run.bfloat16
-    response = torch.arange(responses.shape[1]) >= args.prompt_tokens            # only the target's own tokens are labels
+    gamma, device, bfloat16, R = args.gamma or default_gamma(args.block_size), run.device.type, run.bfloat16, len(ids)
 
     @run.compile
-    def loss_of(rows, anchors, valid):
-        trainable = response.to(rows.device).expand(len(rows), -1)
+    def loss_of(rows, trainable, anchors, valid):
         with torch.autocast(device, torch.bfloat16, enabled=bfloat16):
             with torch.no_grad():
                 _, features = target(rows, taps=drafter.config.target_layer_ids)
             return drafter_loss(drafter, target, rows, features, trainable, anchors, valid, gamma)
 
     def batch_loss(step):
-        epoch_rows = len(responses)
-        chosen = [divmod(i, epoch_rows) for i in range(step * args.draft_batch, (step + 1) * args.draft_batch)]
-        order = {epoch: torch.randperm(epoch_rows, generator=generator(args.seed, 4, epoch)) for epoch in {epoch for epoch, _ in chosen}}
-        rows = torch.stack([responses[order[epoch][place]] for epoch, place in chosen])
-        anchors, valid = sample_anchors(response.expand(len(rows), -1), args.anchors, generator(args.seed, 5, step))
-        rows, anchors, valid = (share(run, x).to(run.device) for x in (rows, anchors, valid))
-        return loss_of(rows, anchors, valid)
+        places = [divmod(i, R) for i in range(step * args.draft_batch, (step + 1) * args.draft_batch)]
+        order = {epoch: torch.randperm(R, generator=generator(args.seed, 4, epoch)) for epoch in {epoch for epoch, _ in places}}
+        rows = torch.stack([order[epoch][place] for epoch, place in places])
+        anchors, valid = sample_anchors(trainable[rows], args.anchors, generator(args.seed, 5, step))
+        return loss_of(*(share(run, x).to(run.device) for x in (ids[rows], trainable[rows], anchors, valid)))
 
-    train(run, "drafter", drafter, batch_loss, settings, steps=args.drafter_steps, minutes=args.drafter_minutes, lr=args.drafter_lr,
+    steps = math.ceil(args.epochs * R / args.draft_batch) if args.epochs and not args.drafter_steps else args.drafter_steps
+    train(run, "drafter", drafter, batch_loss, settings, steps=steps, minutes=args.drafter_minutes, lr=args.drafter_lr,
           tokens_a_step=args.draft_batch * args.anchors * (args.block_size - 1))
     if run.main:
-        drafter.save_pretrained(run.out / "drafter")
+        drafter.to(target.dtype).save_pretrained(run.out / "drafter")
     finish(run, "drafter", settings)
-    return drafter
+    return drafter.to(target.dtype)
 
 
 # ---- command line ------------------------------------------------------------------------------------------------------------------
 
+# Learning rates are Muon's, for matrices, and AdamW's, for the rest, or where Muon's is None for all.
 # cpu: about 15 minutes on 2 cores. gpu: about 100 M parameters on one 24 GB card (the README has the arithmetic).
 PRESETS = {
     "cpu": dict(vocab_size=2048, layers=8, hidden_size=256, intermediate_size=768, heads=4, kv_heads=2, sequence_length=256, batch=16,
                 target_minutes=5.0, responses=2048, response_minutes=1.5, response_batch=128, response_tokens=192, prompt_tokens=64,
-                draft_layers=5, block_size=16, anchors=16, draft_batch=16, drafter_minutes=5.5),
+                draft_layers=5, block_size=16, anchors=16, draft_batch=16, drafter_minutes=5.5,
+                temperatures=[0.0, 0.7, 1.0], target_lr=[0.02, 3e-3], drafter_lr=[0.02, 3e-3]),
     "gpu": dict(vocab_size=16384, layers=12, hidden_size=768, intermediate_size=2304, heads=12, kv_heads=4, sequence_length=1024, batch=32,
                 target_minutes=60.0, responses=65536, response_minutes=20.0, response_batch=256, response_tokens=448, prompt_tokens=64,
-                draft_layers=5, block_size=16, anchors=64, draft_batch=32, drafter_minutes=60.0),
+                draft_layers=5, block_size=16, anchors=64, draft_batch=32, drafter_minutes=60.0,
+                temperatures=[0.0, 0.7, 1.0], target_lr=[0.02, 3e-3], drafter_lr=[0.02, 3e-3]),
+    # --target: the paper's values (section 5.1).
+    "pretrained": dict(sequence_length=3072, response_tokens=2048, prompt_tokens=256, response_batch=64, draft_layers=5, block_size=16, anchors=512,
+                       draft_batch=8, epochs=6, temperatures=[0.0, 0.7, 1.0], drafter_lr=[None, 6e-4]),
 }
 
 
 def parse(argv=None):
     p = argparse.ArgumentParser(description="Train a target, then a DFlash drafter for it, then benchmark both.",
                                 epilog="Flags left out come from the preset.")
-    p.add_argument("--preset", choices=PRESETS, help="default: gpu where there is a CUDA device, else cpu")
+    p.add_argument("--preset", choices=("cpu", "gpu"), help="default: gpu where there is a CUDA device, else cpu")
     p.add_argument("--out", default="out", help="where everything goes, and is found again (default: out)")
     p.add_argument("--data", nargs="+", metavar="PATH", help="text files or folders (default: the stubs of torch and numpy)")
+    p.add_argument("--target", metavar="DIR", help="train a drafter for this checkpoint (a Hugging Face folder) instead, on --data, which may be .jsonl too")
+    p.add_argument("--mask-token", metavar="TOKEN", help="special token or id for the drafter's masks (default: one that is not in use)")
     p.add_argument("--suffixes", nargs="+", metavar=".EXT", help="of --data's folders, read only such files")
     p.add_argument("--resume", action="store_true", help="go on with an interrupted run")
+    p.add_argument("--checkpoint-seconds", type=float, default=60, metavar="N")
     p.add_argument("--device", help="cpu, cuda (default: cuda where there is one)")
     p.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True, help="torch.compile the training steps")
     p.add_argument("--seed", type=int, default=0)
@@ -660,27 +732,36 @@ def parse(argv=None):
             ("draft-batch", int, "sequences a step, over all processes"), ("gamma", float, "decay of the loss over slots (default: the paper's)"),
             ("drafter-minutes", float, "time for the drafter's training"), ("drafter-steps", int, "instead of --drafter-minutes")):
         p.add_argument(f"--{name}", type=kind, metavar="N", help=text)
-    p.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7, 1.0], help="of the responses, in turn")
-    p.add_argument("--target-lr", type=float, nargs=2, default=[0.02, 3e-3], metavar=("MUON", "ADAMW"))
-    p.add_argument("--drafter-lr", type=float, nargs=2, default=[0.02, 3e-3], metavar=("MUON", "ADAMW"))
+    p.add_argument("--epochs", type=float, metavar="N", help="of the drafter's training, instead of --drafter-minutes")
+    p.add_argument("--temperatures", type=float, nargs="+", metavar="T", help="of the responses, in turn (default: 0 0.7 1)")
+    p.add_argument("--target-lr", type=float, nargs=2, metavar=("MUON", "ADAMW"))
+    p.add_argument("--drafter-lr", type=learning_rate, nargs=2, metavar=("MUON", "ADAMW"), help="MUON may be none: AdamW for all")
     p.add_argument("--prompts", type=int, default=16, metavar="N", help="benchmark: prompts a domain")
     args = p.parse_args(argv)
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    args.preset = args.preset or ("gpu" if args.device == "cuda" else "cpu")
-    args.max_positions, args.rope_theta = 4096, 10000.0
+    args.preset = "pretrained" if args.target else args.preset or ("gpu" if args.device == "cuda" else "cpu")
     for name, value in PRESETS[args.preset].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
     return args
 
 
+def learning_rate(text):
+    return None if text == "none" else float(text)
+
+
 def main(argv=None):
     args = parse(argv)
     run = Run(args)
-    tokenizer, ids, heldout, settings = make_text(run, args)
-    target, settings = train_target(run, args, tokenizer, ids, heldout, settings)
-    responses, settings = make_responses(run, args, target, tokenizer, ids, settings)
-    drafter = train_drafter(run, args, target, tokenizer, responses, settings)
+    if args.target:
+        target, tokenizer, prompts, settings = pretrained_target(run, args)
+    else:
+        tokenizer, ids, heldout, settings = make_text(run, args)
+        target, settings = train_target(run, args, tokenizer, ids, heldout, settings)
+        begin = torch.randint(len(ids) - args.prompt_tokens, (args.responses,), generator=generator(args.seed, 2))
+        prompts = [ids[i:i + args.prompt_tokens].tolist() for i in begin]
+    ids, trainable, settings = make_responses(run, args, target, tokenizer, prompts, settings)
+    drafter = train_drafter(run, args, target, tokenizer, ids, trainable, settings)
     if run.main:
         run_benchmark(run.out, target, {"dflash": drafter}, tokenizer, run.out / "heldout.jsonl", prompts=args.prompts, prompt_tokens=args.prompt_tokens)
     run.wait()

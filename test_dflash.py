@@ -1,0 +1,1024 @@
+"""python -m pytest -q test_dflash.py      (about three minutes on two CPU cores; CUDA and transformers tests skip where there is none)"""
+import collections
+import itertools
+import json
+import math
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import regex
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+import decode
+import kernels
+import train
+from decode import accept_greedy, accept_sampled, autoregressive, distribution, draw, speculative, uniforms
+from drafter import DFlashDrafter, default_gamma, default_taps, drafter_loss, sample_anchors
+from model import CODE_PATTERN, KVCache, ModelConfig, Tokenizer, Transformer, UserError
+from train import read_corpus, split, train_bpe
+
+HERE = Path(__file__).parent
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def random_weights(module, seed, scale=1.0):
+    g = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.copy_(torch.randn(p.shape, generator=g) * scale * p.shape[-1] ** -0.5 if p.dim() > 1 else 1 + 0.1 * torch.randn(p.shape, generator=g))
+    return module.eval()
+
+
+def make_pair(vocab=61, layers=6, mask=60, block_size=8, seed=0, **config):
+    """A random target and a random drafter for it."""
+    config = dict(dict(vocab_size=vocab, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4,
+                       num_key_value_heads=2, head_dim=8, max_position_embeddings=512), **config)
+    target = random_weights(Transformer(ModelConfig(**config)), seed)
+    drafter = DFlashDrafter.for_target(target, num_layers=2, block_size=block_size, mask_token_id=mask)
+    return target, random_weights(drafter, seed + 1)
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """A target that has learned to count in several steps (x, x + d, x + 2d, ... mod 50) and a drafter that has learned from it: it accepts
+    long runs, but not always."""
+    torch.manual_seed(0)
+    target, drafter = make_pair(layers=4, block_size=8)
+    rows = torch.tensor([[(start + step * i) % 50 for i in range(48)] for start in range(0, 50, 3) for step in (1, 2, 3, 5, 7)])
+    g = torch.Generator().manual_seed(0)
+    for module, lr in ((target, 3e-3), (drafter, 3e-3)):
+        optimizer = torch.optim.AdamW(module.parameters(), lr=lr)
+        for step in range(120):
+            batch = rows[torch.randperm(len(rows), generator=g)[:32]]
+            if module is target:
+                loss = F.cross_entropy(target.logits(target(batch[:, :-1])[0]).flatten(0, 1), batch[:, 1:].flatten())
+            else:
+                trainable = torch.ones_like(batch, dtype=torch.bool)
+                anchors, valid = sample_anchors(trainable, 8, g)
+                with torch.no_grad():
+                    features = target(batch, taps=drafter.config.target_layer_ids)[1]
+                total, weight = drafter_loss(drafter, target, batch, features, trainable, anchors, valid, 4.0)
+                loss = total / weight
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        module.requires_grad_(False)
+    return target.eval(), drafter.eval()
+
+
+# ---- kernels.py ---------------------------------------------------------------------------------------------------------------------
+
+def visible_in_training(anchors, S, block_size, query, key):
+    """The definition (design, "What DFlash is", 4), in plain Python."""
+    block, slot = divmod(query, block_size)
+    if key < S:
+        return key < anchors[block]
+    return (key - S) // block_size == block
+
+
+def training_case():
+    """Two rows of overlapping, equal, first and last anchors."""
+    S, block_size = 20, 4
+    return torch.tensor([[5, 3, 6, 5, 0], [19, 7, 8, 1, 18]]), S, block_size
+
+
+def test_training_mask_equals_its_definition():
+    anchors, S, block_size = training_case()
+    N = anchors.shape[1]
+    mask = kernels.dense(kernels.dflash_training(anchors, S, block_size), 2, N * block_size, S + N * block_size, "cpu")
+    for b, q, kv in itertools.product(range(2), range(N * block_size), range(S + N * block_size)):
+        assert (mask[b, 0, q, kv] == 0) == visible_in_training(anchors[b].tolist(), S, block_size, q, kv), (b, q, kv)
+
+
+def test_causal_and_drafting_masks_equal_their_definitions():
+    start = torch.tensor([0, 3, 7])
+    causal = kernels.dense(kernels.causal(start), 3, 4, 12, "cpu")
+    drafting = kernels.dense(kernels.context_and_block(start + 4), 3, 4, 12, "cpu")
+    for b, q, kv in itertools.product(range(3), range(4), range(12)):
+        assert (causal[b, 0, q, kv] == 0) == (kv <= int(start[b]) + q)
+        assert (drafting[b, 0, q, kv] == 0) == (kv < int(start[b]) + 4)
+
+
+def plain_softmax(q, k, v, allowed):
+    out = torch.zeros_like(q)
+    for b, h, i in itertools.product(range(q.shape[0]), range(q.shape[1]), range(q.shape[2])):
+        kv_head = h // (q.shape[1] // k.shape[1])
+        keys = [j for j in range(k.shape[2]) if allowed(b, i, j)]
+        weight = torch.softmax(torch.stack([q[b, h, i] @ k[b, kv_head, j] for j in keys]) / math.sqrt(q.shape[-1]), 0)
+        out[b, h, i] = sum(w * v[b, kv_head, j] for w, j in zip(weight, keys))
+    return out
+
+
+def attention_inputs(Q, KV, device="cpu"):
+    g = torch.Generator().manual_seed(0)
+    return [torch.randn(2, heads, n, 16, generator=g).to(device) for heads, n in ((4, Q), (2, KV), (2, KV))]
+
+
+def test_every_executor_equals_a_plain_softmax():
+    anchors, S, block_size = training_case()
+    Q, KV = anchors.shape[1] * block_size, S + anchors.shape[1] * block_size
+    q, k, v = attention_inputs(Q, KV)
+    mask_mod = kernels.dflash_training(anchors, S, block_size)
+    expected = plain_softmax(q, k, v, lambda b, i, j: visible_in_training(anchors[b].tolist(), S, block_size, i, j))
+    mask = kernels.make_mask(mask_mod, 2, Q, KV, "cpu")
+    with torch.no_grad():
+        torch.testing.assert_close(kernels.attention(q, k, v, mask), expected)                    # scaled_dot_product_attention
+        block_mask = kernels.compiled_create_block_mask(mask_mod, 2, None, Q, KV, device="cpu")
+        torch.testing.assert_close(kernels.attention(q, k, v, block_mask), expected)              # FlexAttention compiles forward on the CPU
+    torch.testing.assert_close(kernels.attention(q, k, v, mask), expected)                        # with gradients: plain products
+
+
+@cuda
+@pytest.mark.parametrize("name", ("training", "causal"))
+def test_flex_attention_equals_dense_forward_and_backward_on_cuda(name):
+    anchors, S, block_size = training_case()
+    anchors = anchors.cuda()
+    Q, KV = anchors.shape[1] * block_size, S + anchors.shape[1] * block_size
+    mask_mod = kernels.dflash_training(anchors, S, block_size) if name == "training" else kernels.causal(torch.tensor([0, 7]).cuda())
+    results = []
+    for mask in (kernels.make_mask(mask_mod, 2, Q, KV, "cuda"), kernels.dense(mask_mod, 2, Q, KV, "cuda")):
+        inputs = [x.requires_grad_() for x in attention_inputs(Q, KV, "cuda")]
+        out = kernels.attention(*inputs, mask)
+        out.square().sum().backward()
+        results.append([out, *(x.grad for x in inputs)])
+    for flex, dense in zip(*results):
+        torch.testing.assert_close(flex, dense, atol=2e-3, rtol=2e-3)
+
+
+# ---- model.py -----------------------------------------------------------------------------------------------------------------------
+
+def test_cached_passes_equal_one_pass_for_ragged_rows():
+    target, _ = make_pair()
+    g = torch.Generator().manual_seed(0)
+    ids = torch.randint(61, (3, 30), generator=g)
+    lengths = torch.tensor([4, 9, 1])
+    with torch.no_grad():
+        expected, features = target(ids, taps=(1, 3))
+        cache = KVCache(target.config, 3, 40, "cpu", torch.float32)
+        target(ids[:, :9], torch.zeros(3, dtype=torch.int64), cache, end=9)                       # right-padded prefill
+        for step in range(4):                                                                     # then blocks of 3, each row at its own place
+            at = lengths[:, None] + torch.arange(3)
+            hidden, tapped = target(ids.gather(1, at), lengths, cache, (1, 3), end=int(lengths.max()) + 3)
+            for b in range(3):
+                torch.testing.assert_close(hidden[b], expected[b, at[b]], atol=1e-5, rtol=1e-5)
+                torch.testing.assert_close(tapped[b], features[b, at[b]], atol=1e-5, rtol=1e-5)
+            lengths = lengths + torch.tensor([3, 1, 2])                                           # a rollback is a smaller step
+
+
+def test_taps_are_the_residual_stream_after_the_layer():
+    target, _ = make_pair(layers=4)
+    ids = torch.arange(10)[None]
+    after = []
+    hooks = [layer.register_forward_hook(lambda module, args, out: after.append(out)) for layer in target.model.layers]
+    with torch.no_grad():
+        _, features = target(ids, taps=(0, 2))
+    [hook.remove() for hook in hooks]
+    torch.testing.assert_close(features, torch.cat((after[0], after[2]), -1))
+    assert default_taps(36) == [1, 9, 17, 25, 33] and default_taps(8) == [1, 2, 3, 4, 5] and default_taps(8, 1) == [4]
+
+
+HF_CONFIGS = {
+    "qwen3": dict(model_type="qwen3", head_dim=16, tie_word_embeddings=True),
+    "qwen3-yarn": dict(model_type="qwen3", head_dim=16, tie_word_embeddings=False, max_position_embeddings=256, rope_theta=1e6,
+                       rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}),
+    "llama": dict(model_type="llama", tie_word_embeddings=False, attention_bias=True),
+    "llama3": dict(model_type="llama", tie_word_embeddings=True, rope_theta=5e5, rope_scaling={
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}),
+    "qwen2": dict(model_type="qwen2", tie_word_embeddings=False),
+}
+
+
+@pytest.fixture(params=HF_CONFIGS)
+def hugging_face(request, tmp_path):
+    """A small random model of each kind, written by transformers itself, in shards."""
+    transformers = pytest.importorskip("transformers")
+    kind = dict(HF_CONFIGS[request.param])
+    config = transformers.AutoConfig.for_model(kind.pop("model_type"), vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=3,
+                                               num_attention_heads=4, num_key_value_heads=2, bos_token_id=None, eos_token_id=5, pad_token_id=None,
+                                               **({"max_position_embeddings": 256} | kind))
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    for name, p in model.named_parameters():                       # biases and norms start at 0 and 1: a wrong one would not show
+        torch.nn.init.normal_(p, std=0.2) if p.dim() > 1 else p.data.add_(0.1 * torch.randn_like(p))
+    model.save_pretrained(tmp_path, max_shard_size="60KB")
+    return model, tmp_path
+
+
+def test_logits_equal_transformers(hugging_face, tmp_path):
+    model, path = hugging_face
+    assert len(list(path.glob("*.safetensors"))) > 1
+    target = Transformer.from_pretrained(path)
+    ids = torch.randint(97, (2, 150), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        theirs = model(ids, output_hidden_states=True)
+        hidden, features = target(ids, taps=(0, 1))
+        torch.testing.assert_close(target.logits(hidden), theirs.logits, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(features, torch.cat(theirs.hidden_states[1:3], -1), atol=1e-4, rtol=1e-4)   # layer i is hidden_states[i + 1]
+        cache, start = KVCache(target.config, 2, 150, "cpu", torch.float32), torch.tensor([0, 0])
+        for begin, end in ((0, 100), (100, 101), (101, 117), (117, 150)):
+            hidden, _ = target(ids[:, begin:end], start + begin, cache, end=end)
+            torch.testing.assert_close(target.logits(hidden), theirs.logits[:, begin:end], atol=1e-4, rtol=1e-4)
+    target.save_pretrained(tmp_path / "again")                     # and back
+    import transformers
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again", attn_implementation="eager").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(again(ids).logits, theirs.logits, atol=1e-4, rtol=1e-4)
+
+
+def test_target_round_trip(tmp_path):
+    for tied, dtype in ((True, torch.float32), (False, torch.bfloat16)):
+        target, _ = make_pair(tie_word_embeddings=tied)
+        target.to(dtype).save_pretrained(tmp_path)
+        again = Transformer.from_pretrained(tmp_path)
+        assert again.config == target.config and again.dtype == dtype and Transformer.from_pretrained(tmp_path, dtype=torch.float32).dtype == torch.float32
+        assert not list(tmp_path.glob("*.tmp"))
+        for (name, p), (_, q) in zip(target.named_parameters(), again.named_parameters(), strict=True):
+            assert torch.equal(p, q), name
+
+
+# ---- the tokenizer --------------------------------------------------------------------------------------------------------------------
+
+TEXT = ("def f(self, x: int = 12345) -> None: ...\n    return self.x_y\r\n\t# don't, I'LL, we've\n\n" * 8
+        + "héllo wörld — 你好世界 こんにちは Привет мир नमस्ते مرحبا שלום 안녕 🎉👩‍👩‍👧‍👦🇫🇷 ½ Ⅷ ٣٤ 3.14  \n" * 8)
+ATOMS = ["  ", " ", "\n", "\r\n", "\t", "   \n  ", "\xa0", "\u3000", "\x85", "\x1c",
+         "don't", "I'LL", "'ſ", "'S", "123", "4567890",
+         "٣٤", "½", "你好", "カタカナ", "Привет", "नमस्ते", "مرحبا", "안녕", "각", "e\u0301", "\u0301", "A\u030a", "🎉", "👩‍👩‍👧‍👦",
+         "def f(x):\n    return x", "__init__", "->", "{}", "!!", "<|eot|>", "<|im_start|>", "<|im", "<think>", "e\u0301!", "é!",
+         "im_", "|>", "\ufeff", "\x00", "\U00010400", " world", "a" * 50, " " * 40, "0" * 30]
+QWEN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+")
+KINDS = ("qwen", "llama3", "gpt2", "smollm2", "two_splits", "gaps")
+
+
+def build(kind, folder, seed_text=TEXT):
+    """Train a small tokenizer of the kind with the tokenizers library and save it."""
+    hf = pytest.importorskip("tokenizers")
+    pre, split = hf.pre_tokenizers, lambda p: hf.pre_tokenizers.Split(hf.Regex(p), "isolated")
+    bytelevel = lambda r: pre.ByteLevel(add_prefix_space=False, use_regex=r)
+    tok = hf.Tokenizer(hf.models.BPE(ignore_merges=kind == "llama3"))
+    if kind == "qwen":
+        tok.normalizer = hf.normalizers.NFC()
+    tok.pre_tokenizer = {
+        "qwen": lambda: pre.Sequence([split(QWEN), bytelevel(False)]),
+        "llama3": lambda: pre.Sequence([split(QWEN.replace(r"|\p{N}|", r"|\p{N}{1,3}|")), bytelevel(False)]),
+        "gpt2": lambda: bytelevel(True),
+        "smollm2": lambda: pre.Sequence([pre.Digits(individual_digits=True), bytelevel(True)]),
+        "two_splits": lambda: pre.Sequence([split(r"\p{N}{1,3}"), split("[一-龥]+"), split(QWEN), bytelevel(False)]),
+        "gaps": lambda: pre.Sequence([split(r"\p{L}+|\d"), bytelevel(False)])}[kind]()
+    tok.decoder = hf.decoders.ByteLevel()
+    tok.train_from_iterator([seed_text], hf.trainers.BpeTrainer(
+        vocab_size=500, initial_alphabet=pre.ByteLevel.alphabet(), show_progress=False,
+        special_tokens=["<|eot|>"] if kind == "gpt2" else []))
+    tok.add_special_tokens([hf.AddedToken(s, special=True) for s in ("<|eot|>", "<|im_start|>", "<|im")])
+    tok.add_tokens([hf.AddedToken("<think>", normalized=False), hf.AddedToken("é!"), hf.AddedToken("im_")])
+    if kind == "llama3":
+        bos = tok.token_to_id("<|im_start|>")
+        tok.post_processor = hf.processors.TemplateProcessing(
+            "<|im_start|> $A", special_tokens=[("<|im_start|>", bos)])
+    tok.save(str(folder / "tokenizer.json"))
+    return tok
+
+
+def edit(folder, change):
+    data = json.loads((folder / "tokenizer.json").read_text())
+    change(data)
+    (folder / "tokenizer.json").write_text(json.dumps(data))
+
+
+def same_ids(ours, theirs, n=600):
+    rnd = random.Random(1)
+    for text in [TEXT, "", *("".join(rnd.choices(ATOMS, k=rnd.randint(1, 12))) for _ in range(n)),
+                 *("".join(rnd.choices(" \n\r\ta1'!é", k=rnd.randint(1, 12))) for _ in range(n))]:
+        for special in (True, False):
+            theirs.encode_special_tokens = not special
+            ids = theirs.encode(text, add_special_tokens=False).ids
+            assert ours.encode(text, special=special) == ids, (special, text)
+        if "é!" not in ours.decode(ids):  # the library decodes an added é as the single byte E9
+            assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ids_equal_the_library(kind, tmp_path):
+    theirs = build(kind, tmp_path)
+    config = {"eos_token_id": [theirs.token_to_id("<|eot|>"), 1]}
+    (tmp_path / "generation_config.json").write_text(json.dumps(config))
+    ours = Tokenizer.from_pretrained(tmp_path)
+    same_ids(ours, theirs)
+    assert ours.eos_id == ours.special_ids["<|eot|>"] == theirs.token_to_id("<|eot|>")
+    assert ours.bos_id == (theirs.token_to_id("<|im_start|>") if kind == "llama3" else None)
+    assert ours.vocab_size == max(theirs.get_vocab(True).values()) + 1
+    assert not set(ours.encode("<|eot|><|im_start|><|im")) & set(ours.special_ids.values())
+    ours.save_pretrained(tmp_path / "again")
+    again = Tokenizer.from_pretrained(tmp_path / "again")
+    assert (again.data, again.eos_id) == (ours.data, ours.eos_id)
+    auto = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(tmp_path / "again")
+    assert auto.eos_token_id == ours.eos_id
+    assert auto(TEXT + "<|eot|>", add_special_tokens=False).input_ids == ours.encode(TEXT + "<|eot|>", special=True)
+    assert sorted(os.listdir(tmp_path / "again")) == ["tokenizer.json", "tokenizer_config.json"]
+
+
+def test_ids_out_of_merge_order_and_string_merges(tmp_path):
+    build("qwen", tmp_path)
+
+    def shuffle(data):
+        ids = list(data["model"]["vocab"].values())
+        random.Random(0).shuffle(ids)
+        data["model"]["vocab"] = dict(zip(data["model"]["vocab"], ids))
+        data["model"]["merges"] = [" ".join(m) for m in data["model"]["merges"]]
+    edit(tmp_path, shuffle)
+    theirs = pytest.importorskip("tokenizers").Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    same_ids(Tokenizer.from_pretrained(tmp_path), theirs, 200)
+
+
+@pytest.mark.parametrize("kind", ("qwen", "smollm2"))
+def test_very_long_runs(kind, tmp_path):
+    build(kind, tmp_path)
+    ours = Tokenizer.from_pretrained(tmp_path)
+    for text in (" " * 10**6, " " * 10**6 + "x", "a" * 10**6):  # tiktoken alone gives up on the spaces
+        assert ours.decode(ours.encode(text)) == text
+
+
+def naive_bpe(text, vocab_size):
+    words = collections.Counter(regex.findall(CODE_PATTERN, text))
+    words = {w: [bytes([b]) for b in w.encode()] for w in words}, words
+    made, merges = {bytes([i]): i for i in range(256)}, []
+    while len(made) < vocab_size:
+        count = collections.Counter()
+        for w, s in words[0].items():
+            for pair in zip(s, s[1:]):
+                count[pair] += words[1][w]
+        if not count:
+            break
+        a, b = min(count, key=lambda p: (-count[p], made[p[0]], made[p[1]]))
+        made[a + b] = len(made)
+        merges.append((a, b))
+        for w, s in words[0].items():
+            i = 0
+            while i < len(s) - 1:
+                if (s[i], s[i + 1]) == (a, b):
+                    s[i:i + 2] = [a + b]
+                i += 1
+    return merges
+
+
+@pytest.mark.parametrize("text, size", [(TEXT, 450), (TEXT, 5000), ("a" * 37 + " aaaa aaa abab" * 3, 300), ("", 300)])
+def test_trainer_equals_a_naive_one(text, size):
+    assert train_bpe([text], size, CODE_PATTERN) == naive_bpe(text, size)
+
+
+def test_our_own_tokenizer_round_trips_and_opens_elsewhere(tmp_path):
+    ours = Tokenizer.from_merges(train_bpe([TEXT], 400, CODE_PATTERN))
+    ours.save_pretrained(tmp_path)
+    rnd = random.Random(0)
+    for _ in range(300):
+        text = "".join(chr(rnd.randrange(0x110000)) for _ in range(20)).encode("utf-8", "replace").decode()
+        assert ours.decode(ours.encode(text)) == text
+    assert ours.decode(ours.encode("a\ud800b")) == "a\ufffdb"
+    assert (ours.eos_id, ours.vocab_size) == (400, 402) and ours.encode("<|mask|>", special=True) == [401]
+    assert ours.decode_bytes([0, 255, 401]) == b"\0\xff<|mask|>" and ours.decode([255]) == "\ufffd"
+    same_ids(ours, pytest.importorskip("tokenizers").Tokenizer.from_file(str(tmp_path / "tokenizer.json")))
+    auto = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(tmp_path)
+    assert auto(TEXT).input_ids == ours.encode(TEXT) and auto.decode(ours.encode(TEXT)) == TEXT
+    assert auto.eos_token_id == ours.eos_id
+    assert ours.decode([402, 65]) == "A"                           # a model's vocabulary may be padded
+
+
+@pytest.mark.parametrize("change, says", [
+    (lambda d: d["model"].update(type="Unigram"), 'model.type = "Unigram"'),
+    (lambda d: d["model"].update(byte_fallback=True), "model.byte_fallback = true"),
+    (lambda d: d["model"].update(end_of_word_suffix="</w>"), "end_of_word_suffix"),
+    (lambda d: d["model"].pop("vocab"), "vocab"),
+    (lambda d: d["model"]["vocab"].pop("Ġ"), "model."),
+    (lambda d: d["model"]["merges"].append(["zz", "q"]), "model.merges"),
+    (lambda d: d.update(normalizer={"type": "Lowercase"}), '"Lowercase"'),
+    (lambda d: d.update(pre_tokenizer={"type": "Metaspace"}), "Metaspace"),
+    (lambda d: d.update(pre_tokenizer=None), "pre_tokenizer = null"),
+    (lambda d: d["pre_tokenizer"]["pretokenizers"][1].update(add_prefix_space=True), "add_prefix_space"),
+    (lambda d: d["pre_tokenizer"]["pretokenizers"][0].update(behavior="MergedWithNext"), "MergedWithNext"),
+    (lambda d: d["pre_tokenizer"]["pretokenizers"][0].update(pattern={"Regex": "("}), "broken"),
+    (lambda d: d["pre_tokenizer"]["pretokenizers"][0].update(pattern={"Regex": r"(?=\d)"}), "pattern"),
+    (lambda d: d["added_tokens"][0].update(lstrip=True), "lstrip"),
+    (lambda d: d.update(model=None), "broken")])
+def test_refusals(change, says, tmp_path):
+    build("qwen", tmp_path)
+    edit(tmp_path, change)
+    with pytest.raises(UserError) as e:
+        Tokenizer.from_pretrained(tmp_path)
+    assert says in str(e.value) and "tokenizer.json: " in str(e.value) and "\n" not in str(e.value)
+
+
+def test_missing_and_broken_files(tmp_path):
+    with pytest.raises(UserError, match="tokenizer.json: cannot be read"):
+        Tokenizer.from_pretrained(tmp_path)
+    for text in ("{", "[]", ""):
+        (tmp_path / "tokenizer.json").write_text(text)
+        with pytest.raises(UserError, match="tokenizer.json: "):
+            Tokenizer.from_pretrained(tmp_path)
+
+
+# ---- drafter.py -----------------------------------------------------------------------------------------------------------------------
+
+def training_outputs(target, drafter, ids, features, anchors):
+    """Hidden states of all blocks (B, N, block_size, C), as in training."""
+    caught = []
+    hook = drafter.norm.register_forward_hook(lambda module, args, out: caught.append(out))
+    ones = torch.ones_like(ids, dtype=torch.bool)
+    with torch.no_grad():
+        drafter_loss(drafter, target, ids, features, ones, anchors, torch.ones_like(anchors, dtype=torch.bool), 4.0)
+    hook.remove()
+    return caught[0].view(*anchors.shape, drafter.config.block_size, -1)
+
+
+def test_training_and_decoding_draft_the_same():
+    """The same anchor and context give the same logits, decoded over several cycles with a cache and features in ragged portions."""
+    target, drafter = make_pair(block_size=5)
+    ids = torch.randint(60, (2, 40), generator=torch.Generator().manual_seed(3))
+    anchors = torch.tensor([[6, 9, 10, 15], [3, 4, 9, 11]])
+    with torch.no_grad():
+        _, features = target(ids, taps=drafter.config.target_layer_ids)
+        expected = target.logits(training_outputs(target, drafter, ids, features, anchors))[:, :, 1:]
+        cache = KVCache(drafter.config.layers, 2, 60, "cpu", torch.float32)
+        first = torch.zeros(2, dtype=torch.int64)
+        for n in range(4):
+            count = anchors[:, n] - first
+            width = int(count.max())
+            at = first[:, None] + torch.arange(width)
+            portion = features.gather(1, at[..., None].expand(-1, -1, features.shape[2]))         # rows with a smaller count carry junk behind it
+            anchor = ids.gather(1, anchors[:, n:n + 1])[:, 0]
+            logits = drafter.draft(target, anchor, portion, first, count, cache, 5, end=int(anchors[:, n].max()) + 5)
+            torch.testing.assert_close(logits, expected[:, n], atol=1e-5, rtol=1e-5)
+            first = anchors[:, n]
+
+
+def test_nothing_at_or_after_an_anchor_leaks_into_its_block():
+    target, drafter = make_pair(block_size=6)
+    g = torch.Generator().manual_seed(0)
+    ids = torch.randint(60, (1, 30), generator=g)
+    anchors = torch.tensor([[4, 7, 8, 15, 20]])                                                   # blocks overlap
+    with torch.no_grad():
+        _, features = target(ids, taps=drafter.config.target_layer_ids)
+    before = training_outputs(target, drafter, ids, features, anchors)
+    for n, anchor in enumerate(anchors[0].tolist()):
+        other_ids, other_features = ids.clone(), features.clone()
+        other_features[:, anchor:] += torch.randn(features[:, anchor:].shape, generator=g)
+        other_ids[:, anchor + 1:] = torch.randint(60, (1, 30 - anchor - 1), generator=g)
+        after = training_outputs(target, drafter, other_ids, other_features, anchors)
+        torch.testing.assert_close(after[0, n], before[0, n])
+        other_features[:, anchor - 1] += 1                                                        # while the position before it counts
+        assert not torch.allclose(training_outputs(target, drafter, other_ids, other_features, anchors)[0, n], before[0, n], atol=1e-3)
+        other_ids[:, anchor] = (other_ids[:, anchor] + 1) % 60                                    # and so does the anchor itself
+        assert not torch.allclose(training_outputs(target, drafter, other_ids, features, anchors)[0, n], before[0, n], atol=1e-3)
+
+
+def test_anchors_slot_holds_the_token_and_the_rest_masks():
+    target, drafter = make_pair(block_size=4)
+    seen = []
+    hook = target.model.embed_tokens.register_forward_hook(lambda module, args, out: seen.append(args[0].clone()))
+    features = torch.zeros(1, 3, 32 * 5)
+    drafter.draft(target, torch.tensor([17]), features, torch.tensor([0]), torch.tensor([3]), KVCache(drafter.config.layers, 1, 20, "cpu", torch.float32), 4)
+    ids = torch.arange(12)[None]
+    drafter_loss(drafter, target, ids, torch.zeros(1, 12, 160), ids >= 0, torch.tensor([[5, 2]]), torch.ones(1, 2, dtype=torch.bool), 4.0)
+    hook.remove()
+    assert seen[0].tolist() == [[17, 60, 60, 60]] and seen[1].tolist() == [[5, 60, 60, 60, 2, 60, 60, 60]]
+
+
+def test_loss_equals_its_definition_whole_and_in_chunks():
+    target, drafter = make_pair(block_size=4)
+    g = torch.Generator().manual_seed(0)
+    ids = torch.randint(60, (2, 16), generator=g)
+    trainable = torch.arange(16).expand(2, -1) >= torch.tensor([[3], [6]])
+    anchors, valid = torch.tensor([[4, 13, 9], [6, 15, 2]]), torch.tensor([[True, True, True], [True, True, False]])
+    with torch.no_grad():
+        _, features = target(ids, taps=drafter.config.target_layer_ids)
+        log_probs = target.logits(training_outputs(target, drafter, ids, features, anchors)).log_softmax(-1)
+    total = weights = 0.0
+    for b, n, k in itertools.product(range(2), range(3), range(1, 4)):
+        position = int(anchors[b, n]) + k
+        if valid[b, n] and position < 16 and trainable[b, position]:
+            w = math.exp(-(k - 1) / 4.0)
+            total, weights = total - w * log_probs[b, n, k, ids[b, position]].item(), weights + w
+    gradients = []
+    for chunk in (2**26, 61 * 5):
+        loss, weight = drafter_loss(drafter, target, ids, features, trainable, anchors, valid, 4.0, chunk)
+        assert loss.item() == pytest.approx(total, rel=1e-5) and weight.item() == pytest.approx(weights, rel=1e-6)
+        drafter.zero_grad()
+        loss.backward()
+        gradients.append(drafter.fc.weight.grad.clone())
+    torch.testing.assert_close(*gradients)
+    assert [default_gamma(n) for n in (16, 10, 8)] == [7, 5, 4]
+
+
+def test_anchors_are_random_different_and_trainable():
+    trainable = torch.zeros(2, 30, dtype=torch.bool)
+    trainable[0, 10:] = True
+    trainable[1, 26:] = True
+    draws = [sample_anchors(trainable, 8, torch.Generator().manual_seed(seed)) for seed in range(200)]
+    seen = set()
+    for anchors, valid in draws:
+        assert valid[0].all() and valid[1].sum() == 3                                             # 26, 27, 28 have a trainable successor
+        assert len(set(anchors[0].tolist())) == 8 and set(anchors[1][valid[1]].tolist()) == {26, 27, 28}
+        seen |= set(anchors[0].tolist())
+    assert seen == set(range(10, 29))
+
+
+def test_drafter_round_trip_and_published_layout(tmp_path):
+    target, drafter = make_pair()
+    drafter.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["DFlashDraftModel"] and config["block_size"] == 8 and config["num_target_layers"] == 6
+    assert config["dflash_config"]["mask_token_id"] == 60 and config["dflash_config"]["target_layer_ids"] == drafter.config.target_layer_ids
+    names = set(load_file(tmp_path / "model.safetensors"))
+    assert {"fc.weight", "hidden_norm.weight", "norm.weight", "layers.1.self_attn.k_norm.weight", "layers.0.mlp.up_proj.weight"} <= names
+    assert not any("embed" in name or "lm_head" in name for name in names)
+    del config["block_size"]                                                                      # newer files hold it inside dflash_config
+    for raw in (config, {**config, "block_size": 8, "dflash_config": {k: v for k, v in config["dflash_config"].items() if k != "block_size"}}):
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        again = DFlashDrafter.from_pretrained(tmp_path, target)
+        assert again.config == drafter.config
+        assert all(torch.equal(p, q) for p, q in zip(drafter.parameters(), again.parameters(), strict=True))
+
+
+# ---- decode.py: lossless ----------------------------------------------------------------------------------------------------------------
+
+PROMPTS = [[3], [1, 2, 3, 4, 5, 6, 7, 8, 9], [10, 12, 14, 16], [40, 35, 30]]
+
+
+@pytest.mark.parametrize("block_size", (1, 2, 5, 16))
+@pytest.mark.parametrize("kind", ("trained", "random"))
+def test_greedy_output_is_the_targets(kind, block_size, trained):
+    target, drafter = trained if kind == "trained" else make_pair()
+    plain = autoregressive(target, PROMPTS, 40)
+    for call in range(2):                                                                         # nothing is carried over
+        out = speculative(target, drafter, PROMPTS, 40, block_size=block_size)
+        assert out.tokens == plain.tokens
+        assert all(1 <= n <= block_size for row in out.acceptance_lengths for n in row)
+    for prompt, row, lengths in zip(PROMPTS, plain.tokens, out.acceptance_lengths):               # a row alone gives what it gives in the batch
+        alone = speculative(target, drafter, [prompt], 40, block_size=block_size)
+        assert alone.tokens == [row] == autoregressive(target, [prompt], 40).tokens and alone.acceptance_lengths == [lengths]
+        assert 39 <= sum(lengths) < 39 + block_size                                               # the prefill's token belongs to no cycle
+    if kind == "trained" and block_size == 5:
+        assert 2 < out.tau < 5                                                                    # the test sees long and short cycles
+
+
+def test_plain_decoding_is_the_argmax_of_one_pass(trained):
+    target, _ = trained
+    row = autoregressive(target, [PROMPTS[1]], 20).tokens[0]
+    with torch.no_grad():
+        best = target.logits(target(torch.tensor([PROMPTS[1] + row]))[0]).argmax(-1)[0]
+    assert best[len(PROMPTS[1]) - 1:-1].tolist() == row
+
+
+@pytest.mark.parametrize("max_new_tokens", (1, 2, 3, 7, 11))
+def test_the_end_may_fall_inside_a_block(max_new_tokens, trained):
+    target, drafter = trained
+    plain = autoregressive(target, PROMPTS, 40).tokens
+    assert speculative(target, drafter, PROMPTS, max_new_tokens).tokens == [row[:max_new_tokens] for row in plain]
+
+
+def test_stop_ids_inside_a_block(trained):
+    target, drafter = trained
+    plain = autoregressive(target, PROMPTS, 40).tokens
+    for place in range(12):
+        stops = [plain[1][place], plain[2][place]]
+        expected = [row[:min([row.index(s) + 1 for s in stops if s in row], default=40)] for row in plain]
+        assert autoregressive(target, PROMPTS, 40, stop_ids=stops).tokens == expected
+        for block_size in (2, 5, 8):
+            assert speculative(target, drafter, PROMPTS, 40, block_size=block_size, stop_ids=stops).tokens == expected
+
+
+def test_a_real_token_equal_to_the_mask_id_is_kept(trained):
+    target, drafter = trained
+    token = autoregressive(target, [PROMPTS[1]], 40).tokens[0][3]
+    other = DFlashDrafter.for_target(target, num_layers=2, block_size=8, mask_token_id=token)
+    other.load_state_dict(drafter.state_dict())
+    out = speculative(target, other.eval(), [PROMPTS[1] + [token]], 40)
+    assert out.tokens == autoregressive(target, [PROMPTS[1] + [token]], 40).tokens and token in out.tokens[0]
+
+
+def plain_accept(drafts, best):
+    kept = 0
+    while kept < len(drafts) and drafts[kept] == best[kept]:
+        kept += 1
+    return kept, best[kept]
+
+
+def test_greedy_acceptance_equals_plain_python():
+    g = torch.Generator().manual_seed(0)
+    for case in range(200):
+        logits = torch.randint(3, (4, 5, 6), generator=g).float()                                 # many ties
+        best = logits.argmax(-1)
+        drafts = torch.where(torch.rand(4, 4, generator=g) < 0.7, best[:, :-1], torch.randint(6, (4, 4), generator=g))
+        drafts[0] = best[0, :-1]                                                                  # all accepted
+        drafts[1, 0] = (best[1, 0] + 1) % 6                                                       # none
+        accepted, bonus = accept_greedy(drafts, logits)
+        assert list(zip(accepted.tolist(), bonus.tolist())) == [plain_accept(d, b) for d, b in zip(drafts.tolist(), best.tolist())]
+
+
+def test_sampled_acceptance_equals_plain_python():
+    g = torch.Generator().manual_seed(0)
+    rand = lambda *shape: torch.rand(*shape, generator=g)
+    for case in range(200):
+        p, q = (torch.where(rand(3, n, 5) < 0.3, 0, rand(3, n, 5)) + torch.eye(5)[0] * 1e-3 for n in (4, 3))
+        p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
+        q[0] = p[0, :-1]                                                                          # equal: all accepted
+        drafts = draw(q, rand(3, 3))
+        u_accept, u_bonus = rand(3, 3), rand(3, 4)
+        accepted, bonus = accept_sampled(drafts, q, p, u_accept, u_bonus)
+        for b in range(3):
+            kept = 0
+            while kept < 3 and u_accept[b, kept] * q[b, kept, drafts[b, kept]] < p[b, kept, drafts[b, kept]]:
+                kept += 1
+            rest = (p[b, kept] - (q[b, kept] if kept < 3 else 0)).clamp(min=0).double()
+            expected = int((rest.cumsum(0) <= u_bonus[b, kept].double() * rest.sum()).sum())
+            assert (int(accepted[b]), int(bonus[b])) == (kept, expected)
+        assert accepted[0] == 3
+
+
+def test_top_k_and_top_p():
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
+    p = (logits / 0.7).softmax(-1)[0]
+    torch.testing.assert_close(distribution(logits, 0.7)[0], p)
+    torch.testing.assert_close(distribution(logits, 0.7, top_k=2)[0], torch.tensor([p[0], p[1], 0, 0]) / (p[0] + p[1]))
+    torch.testing.assert_close(distribution(logits, 0.7, top_p=float(p[0]) + 1e-4)[0], torch.tensor([p[0], p[1], 0, 0]) / (p[0] + p[1]))
+    torch.testing.assert_close(distribution(logits, 0.7, top_p=float(p[0]) - 1e-4)[0], torch.tensor([1.0, 0, 0, 0]))
+    assert draw(torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]]).expand(3, -1), torch.tensor([0.0, 0.49999, 1 - 2**-24])).tolist() == [1, 1, 3]
+
+
+ROWS, LEVEL = 30000, 1e-3    # of the tests below: draws, and the chance that a right implementation fails one (the seed is fixed)
+
+
+def exact_joint(target, prompt, length, how):
+    """The target's distribution over the next `length` tokens, by enumeration: (V,) * length."""
+    V = target.config.vocab_size
+    prefixes = [prompt]
+    joint = torch.ones(1, dtype=torch.float64)
+    for _ in range(length):
+        with torch.no_grad():
+            logits = target.logits(target(torch.tensor(prefixes))[0][:, -1])
+        joint = (joint[:, None] * distribution(logits, **how).double()).flatten()
+        prefixes = [prefix + [token] for prefix in prefixes for token in range(V)]
+    return joint.view([V] * length)
+
+
+def p_value(rows, joint):
+    """Chi-square of observed token tuples against their exact distribution; cells expected below 5 are pooled."""
+    observed = torch.zeros_like(joint)
+    for row, n in collections.Counter(map(tuple, rows)).items():
+        observed[row] += n
+    observed, expected = observed.flatten(), joint.flatten() * len(rows)
+    if (observed[expected == 0] > 0).any():
+        return 0.0
+    large = expected >= 5
+    pool = lambda x: torch.cat((x[large], x[~large].sum()[None]))
+    observed, expected = pool(observed), pool(expected)
+    cells = expected > 0
+    statistic = ((observed - expected)[cells] ** 2 / expected[cells]).sum()
+    return torch.special.gammaincc((cells.sum() - 1).double() / 2, statistic / 2).item()
+
+
+SAMPLING = {"plain": dict(temperature=1.0), "cold": dict(temperature=0.6), "top-k": dict(temperature=1.2, top_k=3), "top-p": dict(temperature=1.0, top_p=0.8)}
+
+
+@pytest.fixture(scope="module")
+def small_vocabulary():
+    target, drafter = make_pair(vocab=6, mask=5, layers=4, block_size=4)
+    with torch.no_grad():                                                                         # a drafter that is often, not always, right
+        drafter.norm.weight.mul_(0.5)
+    return target, drafter
+
+
+@pytest.mark.parametrize("name", SAMPLING)
+@pytest.mark.parametrize("block_size", (2, 4))
+def test_sampled_output_has_the_targets_distribution(name, block_size, small_vocabulary):
+    target, drafter = small_vocabulary
+    how = SAMPLING[name]
+    out = speculative(target, drafter, [[1, 4, 2]] * ROWS, 4, block_size=block_size, seed=1, **how)
+    assert 1.05 < out.tau < block_size                                                            # some are accepted, some are not
+    for length in (2, 3):
+        joint = exact_joint(target, [1, 4, 2], length + 1, how).sum(0)                            # tokens of the cycles, not the prefill's
+        assert p_value([row[1:length + 1] for row in out.tokens], joint) > LEVEL
+    assert p_value([row[:2] for row in out.tokens], exact_joint(target, [1, 4, 2], 2, how)) > LEVEL
+
+
+def bonus_from_p(drafts, q, p, u_accept, u_bonus):
+    accepted, _ = accept_sampled(drafts, q, p, u_accept, u_bonus)
+    row = torch.arange(len(drafts))
+    return accepted, draw(p[row, accepted], u_bonus[row, accepted])
+
+
+def accept_twice_as_often(drafts, q, p, u_accept, u_bonus):
+    return accept_sampled(drafts, q, p, u_accept / 2, u_bonus)
+
+
+def exact_match_with_residual(drafts, q, p, u_accept, u_bonus):
+    return accept_sampled(drafts, (q == q.amax(-1, keepdim=True)).float(), p, u_accept, u_bonus)
+
+
+@pytest.mark.parametrize("wrong", (bonus_from_p, accept_twice_as_often, exact_match_with_residual))
+def test_a_wrong_acceptance_rule_fails_the_distribution_test(wrong, small_vocabulary, monkeypatch):
+    monkeypatch.setattr(decode, "accept_sampled", wrong)
+    with pytest.raises(AssertionError):
+        test_sampled_output_has_the_targets_distribution("plain", 4, small_vocabulary)
+
+
+def test_each_row_has_its_own_stream(trained):
+    target, drafter = trained
+    how = dict(temperature=1.5, block_size=5)
+    batch = speculative(target, drafter, PROMPTS, 20, seed=[5, 6, 7, 8], **how)
+    for prompt, seed, row in zip(PROMPTS, (5, 6, 7, 8), batch.tokens):
+        assert speculative(target, drafter, [prompt], 20, seed=[seed], **how).tokens == [row]
+    twice = speculative(target, drafter, [PROMPTS[1]] * 2, 20, seed=3, **how).tokens
+    assert twice[0] != twice[1] and twice == speculative(target, drafter, [PROMPTS[1]] * 2, 20, seed=3, **how).tokens
+    assert torch.equal(uniforms(3, 2, 5), uniforms(3, 4, 9)[:2, :5]) and not torch.equal(uniforms(None, 1, 5), uniforms(None, 1, 5))
+
+
+@cuda
+@pytest.mark.parametrize("temperature", (0.0, 0.8))
+def test_speculative_equals_autoregressive_on_cuda(temperature, trained):
+    import copy
+    target, drafter = (copy.deepcopy(module).cuda() for module in trained)
+    plain = autoregressive(target, PROMPTS, 40, temperature=temperature, seed=0)
+    out = speculative(target, drafter, PROMPTS, 40, temperature=temperature, seed=0)
+    if temperature == 0:
+        assert out.tokens == plain.tokens == autoregressive(trained[0], PROMPTS, 40).tokens
+    else:
+        assert out.tau > 1 and speculative(target, drafter, PROMPTS, 40, temperature=temperature, seed=0).tokens == out.tokens
+
+
+# ---- train.py -----------------------------------------------------------------------------------------------------------------------------
+
+TINY = ["--layers", "4", "--hidden-size", "32", "--intermediate-size", "48", "--heads", "2", "--kv-heads", "1", "--vocab-size", "300", "--sequence-length", "32",
+        "--batch", "4", "--response-batch", "8", "--responses", "24", "--response-tokens", "24", "--prompt-tokens", "8", "--draft-layers", "1",
+        "--block-size", "4", "--anchors", "4", "--draft-batch", "4", "--target-steps", "60", "--drafter-steps", "60", "--prompts", "1",
+        "--checkpoint-seconds", "0", "--device", "cpu", "--no-compile"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    rnd = random.Random(0)
+    words = "the target reads what drafter wrote and keeps every token that it would have written itself".split()
+    for name in ("a.txt", "b.md"):
+        (folder / name).write_text("\n\n".join(" ".join(rnd.choices(words, k=60)) + f" {rnd.random()}" for _ in range(150)))
+    return folder
+
+
+def run_train(*flags, launcher=(sys.executable,), check=True):
+    command = [*launcher, str(HERE / "train.py"), *map(str, flags)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=HERE, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert not check or done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def finished_run(data, tmp_path_factory):
+    out = tmp_path_factory.mktemp("run") / "out"
+    done = run_train("--data", data, "--out", out, *TINY)
+    return out, done.stdout
+
+
+def weights(out, stage):
+    return load_file(out / stage / "model.safetensors")
+
+
+def test_the_whole_path(finished_run, data, capsys):
+    out, printed = finished_run
+    assert {"target", "drafter", "log.jsonl", "report.json", "heldout.jsonl"} <= {path.name for path in out.iterdir()}
+    assert not list(out.rglob("*.tmp")) and not list(out.rglob("*.checkpoint.*"))
+    report = json.loads((out / "report.json").read_text())
+    keys = {"domain", "method", "temperature", "prompts", "tokens", "tau", "ms_per_token", "speedup", "draft_ms", "verify_ms", "distinct4", "identical"}
+    assert all(keys <= row.keys() for row in report["results"])
+    assert {(row["domain"], row["method"], row["temperature"]) for row in report["results"]} == set(itertools.product(("md", "txt"), ("autoregressive", "dflash"), (0.0, 1.0)))
+    assert all(row["identical"] == 1 for row in report["results"] if row["temperature"] == 0)
+    log = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    losses = {stage: [entry["loss"] for entry in log if entry["stage"] == stage] for stage in ("target", "drafter")}
+    assert all(loss[-1] < loss[0] - 0.5 for loss in losses.values())
+    stamp = (out / "target" / "model.safetensors").stat().st_mtime_ns                             # a second call finds everything done
+    done = run_train("--data", data, "--out", out, *TINY)
+    assert done.stdout.count("skipped") == 4 and (out / "target" / "model.safetensors").stat().st_mtime_ns == stamp
+    done = run_train("--data", data, "--out", out, *TINY, "--layers", "5", check=False)
+    assert done.returncode == 2 and "layers = 4, not 5" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_decode_command_line(finished_run, capsys):
+    out, _ = finished_run
+    texts = []
+    for flags in ([], ["--plain"], ["--show"], ["--block-size", "2"]):
+        decode.main(["--out", str(out), "--prompt", "the target", "--max-new-tokens", "20", *flags])
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] == texts[3] and len(texts[0]) > 20
+    assert decode.GREEN in texts[2] and decode.BLUE in texts[2] and decode.GREY in texts[2]
+    shown = re.sub(r"\033\[9;90m.*?\033\[0m", "", texts[2])                                       # without the rejected drafts
+    assert re.sub(r"\033\[[0-9;]*m", "", shown) == texts[0]
+    decode.main(["--out", str(out), "--bench", "--prompts", "1", "--prompt-tokens", "8", "--max-new-tokens", "16", "--temperature", "0.5"])
+    assert "dflash" in capsys.readouterr().out
+
+
+def test_a_killed_run_resumes_to_the_same_weights(finished_run, data, tmp_path):
+    """Killed twice, inside the target's and the drafter's training."""
+    reference, _ = finished_run
+    out = tmp_path / "out"
+    flags = ["--data", str(data), "--out", str(out), *TINY]
+    for stage in ("target", "drafter"):
+        process = subprocess.Popen([sys.executable, str(HERE / "train.py"), *flags, "--resume"], stderr=subprocess.PIPE, stdout=subprocess.PIPE, cwd=HERE,
+                                   env={**os.environ, "OMP_NUM_THREADS": "1"})
+        checkpoint = out / f"{stage}.checkpoint.safetensors"
+        while not checkpoint.exists():
+            assert process.poll() is None, process.stderr.read()
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        assert not (out / stage / "model.safetensors").exists()
+    done = run_train(*flags, check=False)
+    assert done.returncode == 2 and "--resume" in done.stderr                                     # it says how to go on
+    run_train(*flags, "--resume")
+    for stage in ("target", "drafter"):
+        a, b = weights(reference, stage), weights(out, stage)
+        assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a), stage
+    steps = [(e["stage"], e["step"]) for e in map(json.loads, (out / "log.jsonl").read_text().splitlines())]
+    assert len(steps) == len(set(steps))
+
+
+def test_two_processes_train_the_same_weights(finished_run, data, tmp_path):
+    reference, _ = finished_run
+    run_train("--data", data, "--out", tmp_path, *TINY, "--target-steps", "6", "--drafter-steps", "6")
+    run_train("--data", data, "--out", tmp_path / "two", *TINY, "--target-steps", "6", "--drafter-steps", "6",
+              launcher=(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"))
+    a, b = weights(tmp_path, "target"), weights(tmp_path / "two", "target")
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], atol=2e-3, rtol=2e-2)
+
+
+def test_the_gpu_preset_shrunk(data, tmp_path):
+    """Its code, on whatever device there is: the compiled training step and the wall-clock plan included."""
+    shrink = ["--vocab-size", "300", "--layers", "4", "--hidden-size", "48", "--intermediate-size", "64", "--heads", "3", "--kv-heads", "1", "--sequence-length", "64",
+              "--batch", "4", "--responses", "16", "--response-batch", "8", "--response-tokens", "24", "--prompt-tokens", "8", "--anchors", "4", "--draft-layers", "1", "--draft-batch", "4",
+              "--block-size", "4", "--target-minutes", "0.02", "--response-minutes", "0.02", "--drafter-minutes", "0.02", "--prompts", "1"]
+    run_train("--preset", "gpu", "--data", data, "--out", tmp_path, *shrink, *([] if torch.cuda.is_available() else ["--device", "cpu", "--no-compile"]))
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert plan["target"] >= 20 and plan["drafter"] >= 20 and plan["response_parts"] >= 1
+
+
+TEMPLATE = ("{{ bos_token }}{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] | trim }}<|im_end|>\n{% endfor %}"
+            "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory):
+    """A small random llama with untied head, padded embedding and a chat template, written by transformers."""
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("pretrained")
+    tok = build("llama3", folder)
+    (folder / "tokenizer_config.json").write_text(json.dumps({
+        "tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE, "eos_token": "<|eot|>", "bos_token": "<|im_start|>"}))
+    config = transformers.LlamaConfig(vocab_size=tok.get_vocab_size() + 9, hidden_size=32, intermediate_size=48, num_hidden_layers=5, num_attention_heads=4,
+                                      num_key_value_heads=2, max_position_embeddings=256, eos_token_id=tok.token_to_id("<|eot|>"), bos_token_id=None)
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.3) if p.dim() > 1 else None
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_chat_template_equals_transformers(pretrained):
+    import transformers
+    messages = [{"role": "system", "content": " Short. "}, {"role": "user", "content": "héllo <|im_end|> 你好"}]
+    ours = Tokenizer.from_pretrained(pretrained)
+    theirs = transformers.AutoTokenizer.from_pretrained(pretrained)
+    assert ours.render_chat(messages) == theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert ours.encode(ours.render_chat(messages), special=True) == theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    (pretrained / "chat_template.jinja").write_text("{{ raise_exception('no\nway') }}")
+    fails(lambda: Tokenizer.from_pretrained(pretrained).render_chat(messages), "no way")
+    (pretrained / "chat_template.jinja").write_text("{{ messages.__class__.__mro__ }}")           # the sandbox holds
+    fails(lambda: Tokenizer.from_pretrained(pretrained).render_chat(messages), "unsafe")
+    (pretrained / "chat_template.jinja").unlink()
+
+
+def test_a_drafter_for_a_pretrained_target(pretrained, data, tmp_path, capsys):
+    chats = tmp_path / "chats.jsonl"
+    lines = [{"messages": [{"role": "user", "content": f"Say {i}."}]} for i in range(60)] + [{"prompt": f"One, two, {i}"} for i in range(60)]
+    chats.write_text("".join(json.dumps(line) + "\n" for line in lines + lines[:30]))
+    out = tmp_path / "out"
+    flags = ["--target", pretrained, "--out", out, "--sequence-length", "64", "--response-tokens", "24", "--prompt-tokens", "16", "--response-batch", "32", "--anchors", "8",
+             "--draft-layers", "1", "--block-size", "4", "--draft-batch", "16", "--epochs", "2", "--prompts", "2", "--device", "cpu", "--no-compile"]
+    run_train(*flags, "--data", chats, data)
+    drafter = json.loads((out / "drafter" / "config.json").read_text())
+    vocab = json.loads((pretrained / "config.json").read_text())["vocab_size"]
+    assert drafter["dflash_config"]["mask_token_id"] == vocab - 9 and not (out / "target").exists()  # the first padded row
+    held = {json.dumps(entry) for entry in decode.read_lines(out / "heldout.jsonl")}
+    assert held and len(held) < 0.15 * len(lines)
+    tokens = torch.cat([load_file(file)["tokens"] for file in (out / "responses").glob("*.safetensors")])
+    assert drafter["dflash_config"]["mask_token_id"] < vocab and tokens.max() < vocab
+    how = ["--target", str(pretrained), "--drafter", str(out / "drafter"), "--out", str(tmp_path / "bench"), "--max-new-tokens", "12"]
+    decode.main([*how, "--prompt", "Say 3.", "--chat"])
+    decode.main([*how, "--bench", "--data", str(chats), "--prompts", "2"])
+    decode.main([*how, "--bench", "--data", str(data / "a.txt"), "--prompts", "2", "--prompt-tokens", "10"])
+    assert "100%" in capsys.readouterr().out
+    done = run_train(*flags, "--data", chats, data, "--mask-token", "<|nope|>", "--out", tmp_path / "other", check=False)
+    assert done.returncode == 2 and "<|nope|>" in done.stderr and "Traceback" not in done.stderr
+    chats.write_text('{"messages": []')
+    done = run_train(*flags, "--data", chats, "--out", tmp_path / "other", check=False)
+    assert done.returncode == 2 and "line 1" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_repeated_documents_are_dropped_before_the_split(tmp_path):
+    (tmp_path / "a.pyi").write_text("def f(x: int) -> int: ...\n" + "def g() -> None:\n    r\"\"\"Says the same.\"\"\"\n" * 1)
+    (tmp_path / "b.pyi").write_text("def  f(x: int) -> int: ...\ndef h() -> None:\n    \"\"\"Says  the same.\"\"\"\n")
+    text = "".join(d.text for d in read_corpus([str(tmp_path)]))
+    assert text.count("f(x: int)") == 1 and text.count("the same") == 1 and "def h" in text
+    documents = read_corpus()
+    training, heldout = split(documents, 0)
+    assert {d.domain for d in heldout} == {"signatures", "documentation", "type tests"} and 10 < len(heldout) < 0.06 * len(documents)
+    shingle = lambda d: {" ".join(d.text.split())[i:i + 50] for i in range(len(" ".join(d.text.split())) - 49)}
+    known = set().union(*map(shingle, training))
+    assert all(len(shingle(d) & known) <= len(shingle(d)) / 2 for d in heldout)
+
+
+# ---- bad input: one line, exit status 2, nothing lost ------------------------------------------------------------------------------------------
+
+def fails(call, *words):
+    with pytest.raises(UserError) as error:
+        call()
+    message = str(error.value)
+    assert "\n" not in message and all(word in message for word in words), message
+
+
+def test_bad_checkpoints(tmp_path):
+    target, drafter = make_pair()
+    fails(lambda: Transformer.from_pretrained(tmp_path / "nothing"), "config.json")
+    target.save_pretrained(tmp_path / "t")
+    file = tmp_path / "t" / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-100])
+    fails(lambda: Transformer.from_pretrained(tmp_path / "t"), "truncated")
+    file.write_bytes(whole[:4])
+    fails(lambda: Transformer.from_pretrained(tmp_path / "t"), "truncated")
+    file.unlink()
+    fails(lambda: Transformer.from_pretrained(tmp_path / "t"), "safetensors")
+    file.write_bytes(whole)
+    config = json.loads((tmp_path / "t" / "config.json").read_text())
+    for change, *words in (({"model_type": "mamba"}, "model_type", "mamba"), ({"num_experts": 8}, "num_experts", "8"), ({"hidden_act": "gelu"}, "hidden_act"),
+                           ({"rope_parameters": {"rope_type": "longrope"}}, "longrope"), ({"use_sliding_window": True}, "use_sliding_window"),
+                           ({"hidden_size": 64}, "shape"), ({"num_hidden_layers": 7}, "missing"), ({"num_hidden_layers": 3}, "no place"), ({"vocab_size": None}, "vocab_size")):
+        (tmp_path / "t" / "config.json").write_text(json.dumps({**config, **change}))
+        fails(lambda: Transformer.from_pretrained(tmp_path / "t"), *words)
+    (tmp_path / "t" / "config.json").write_text("{")
+    fails(lambda: Transformer.from_pretrained(tmp_path / "t"), "JSON")
+
+
+def test_a_drafter_of_another_target(tmp_path):
+    target, drafter = make_pair()
+    drafter.save_pretrained(tmp_path / "d")
+    for field, value in dict(vocab_size=80, hidden_size=64, num_hidden_layers=8, num_attention_heads=2, num_key_value_heads=1, head_dim=16).items():
+        name = "num_target_layers" if field == "num_hidden_layers" else field
+        other = Transformer(ModelConfig(**{**vars(target.config), field: value}))
+        fails(lambda: DFlashDrafter.from_pretrained(tmp_path / "d", other), "another target", name)
+    target.save_pretrained(tmp_path / "t")
+    fails(lambda: DFlashDrafter.from_pretrained(tmp_path / "t", target), "not a DFlash drafter")
+    config = json.loads((tmp_path / "d" / "config.json").read_text())
+    for change, word in (({"mask_token_id": 61}, "mask_token_id"), ({"target_layer_ids": [1, 6]}, "target_layer_ids")):
+        (tmp_path / "d" / "config.json").write_text(json.dumps({**config, "dflash_config": {**config["dflash_config"], **change}}))
+        fails(lambda: DFlashDrafter.from_pretrained(tmp_path / "d", target), word)
+
+
+@pytest.mark.parametrize("prompts, options, words", (
+    ([[]], {}, ["empty"]), ([], {}, ["no prompts"]), ([[1] * 500], {}, ["500", "512"]), ([[61]], {}, ["vocabulary"]), ([[1]], dict(temperature=-1), ["temperature"]),
+    ([[1]], dict(top_p=0.0), ["top_p"]), ([[1]], dict(top_k=0), ["top_k"]), ([[1]], dict(block_size=0), ["block_size"]), ([[1], [2]], dict(seed=[1], temperature=1.0), ["seeds"])))
+def test_bad_decoding_input(prompts, options, words):
+    fails(lambda: speculative(*make_pair(), prompts, 20, **options), *words)
+
+
+def test_bad_training_input(data, tmp_path):
+    empty, short, binary = tmp_path / "empty", tmp_path / "short.txt", tmp_path / "x.bin"
+    empty.mkdir()
+    short.write_text("too short")
+    binary.write_bytes(b"\0\1")
+    flags = ["--out", str(tmp_path / "out"), *TINY]
+    for paths, word in (([tmp_path / "nowhere"], "no such file"), ([empty], "text"), ([binary], "text"), ([short], "sequence")):
+        done = run_train("--data", *paths, *flags, check=False)
+        assert done.returncode == 2 and word in done.stderr and "Traceback" not in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_a_nan_loss_stops_and_keeps_the_checkpoint(data, tmp_path):
+    out = tmp_path / "out"
+    done = run_train("--data", data, "--out", out, *TINY, "--target-lr", "0.02", "1e30", check=False)
+    assert done.returncode == 2 and "loss is nan" in done.stderr and "Traceback" not in done.stderr
+    assert not (out / "target" / "model.safetensors").exists()
+    checkpoint = out / "target.checkpoint.safetensors"
+    assert not checkpoint.exists() or all(value.isfinite().all() for name, value in load_file(checkpoint).items() if name.startswith("model."))
+
+
+def test_command_line_errors_are_one_line(tmp_path):
+    done = subprocess.run([sys.executable, str(HERE / "decode.py"), "--out", str(tmp_path), "--prompt", "x"], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "config.json" in done.stderr
