@@ -174,14 +174,16 @@ def cycles(target, drafter, prompts, max_new_tokens, *, block_size=None, tempera
             break
         length = start + count                                                   # (B,) the anchor's position
         # On the CPU the passes look at as much of the cache as is filled; on CUDA at all of it, so that shapes stay fixed.
-        end = cache.length if device.type == "cuda" else int(length.max()) + block
+        end = None if device.type == "cuda" else int(length.max()) + block
         if watch:
             watch.mark()
         if block > 1:
             # Draft. Only accepted tokens' features enter the drafter's context.
-            if device.type != "cuda" or cycle == 0:
+            if device.type != "cuda":
                 features = features[:, :int(count.max())]
-            q = drafter.draft(target, anchor, features, start, count, drafter_cache, block, end)   # (B, block - 1, V)
+            offset = torch.arange(features.shape[1], device=device)
+            places = torch.where(offset < count[:, None], start[:, None] + offset, -1)
+            q = drafter.draft(target, anchor, length, features, places, drafter_cache, block, end)  # (B, block - 1, V)
             if u is not None:
                 q = distribution(q, temperature, top_k, top_p)
                 index = made[:, None] + slot                                     # (B, block) which new token each slot would be

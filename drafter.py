@@ -54,8 +54,20 @@ class DFlashDrafter(nn.Module):
         layers = replace(target.config, model_type="qwen3", num_hidden_layers=num_layers, attention_bias=False)
         return cls(DrafterConfig(layers, block_size, mask_token_id, target_layer_ids or default_taps(L), L))
 
-    def init_weights(self, generator):
+    @torch.no_grad()
+    def init_weights(self, target, generator):
+        """Starts as a copy of the target's last layers that reads its last tap: a drafter of the target's shape has most of what it needs to
+        know already (from random weights it takes several times as many steps). What the target lacks, say QK-norm, starts at one."""
         init_weights(self, generator)
+        own = self.state_dict()
+        for i in range(len(self.layers)):
+            layer = target.model.layers[max(0, len(target.model.layers) - len(self.layers) + i)].state_dict()
+            own |= {f"layers.{i}.{name}": value for name, value in layer.items() if f"layers.{i}.{name}" in own}
+        own["norm.weight"] = target.model.norm.weight
+        C = own["fc.weight"].shape[0]
+        own["fc.weight"] *= 0.1
+        own["fc.weight"][:, -C:] += torch.eye(C)
+        self.load_state_dict(own)
 
     def forward(self, features, block, positions, mask, cache=None):
         """Section 4.1: the hidden states of the blocks, given the target's features of the context.
@@ -74,29 +86,25 @@ class DFlashDrafter(nn.Module):
 
     # ---- decoding ------------------------------------------------------------------------------------------------------------
 
-    def draft(self, target, anchor, features, first, count, cache, block_size, end=None):
+    def draft(self, target, anchor, start, features, places, cache, block_size, end=None):
         """Drafts one block a row, in one pass. Returns the logits of slots 1 .. block_size - 1: (B, block_size - 1, V).
 
-        anchor:   (B,) last verified token, at position first + count
-        features: (B, W, taps * C) of the positions from first on; only the leading count[b] of row b belong to accepted tokens
-        first, count: (B,) int64
+        anchor, start: (B,) int64, the last verified tokens and their positions
+        features: (B, W, taps * C) of context positions that are not in the cache yet
+        places:   (B, W) int64, those positions; -1 for what belongs to no accepted token
         cache:    the drafter's KVCache. Context K/V stay in it and grow with the accepted tokens. Block K/V are written behind them
-                  and thrown away: the next call writes over them. Its last slot takes what belongs to no position.
-        end:      the number of cache slots to look at: at least max(first + count) + block_size. Default: all
+                  and thrown away: the next call writes over them. Its last slot takes what has no place.
+        end:      as in `Transformer.forward`: at least max(start) + block_size
         """
-        (B, W), device = features.shape[:2], features.device
-        end = cache.length if end is None else end
-        start = first + count                                                    # (B,) the anchors' positions
-        offset = torch.arange(W, device=device)
-        context_positions = torch.where(offset < count[:, None], first[:, None] + offset, cache.length - 1)
-        positions = torch.cat((context_positions, start[:, None] + torch.arange(block_size, device=device)), 1)
+        B, device = len(anchor), features.device
+        places = torch.where(places < 0, cache.length - 1, places)
+        positions = torch.cat((places, start[:, None] + torch.arange(block_size, device=device)), 1)
         ids = torch.full((B, block_size), self.config.mask_token_id, device=device)
         ids[:, 0] = anchor
         cache.at(positions, end)
-        if B == 1 and end < cache.length:                                        # a cache cut to its only row's length: all of it is seen
-            mask = None
-        else:
-            mask = make_mask(context_and_block(start + block_size), B, block_size, end, device, self.dtype)
+        mask = None                                                              # one row, and the cache cut to its length: all of it is seen
+        if B > 1 or end is None:
+            mask = make_mask(context_and_block(start + block_size), B, block_size, cache.end, device, self.dtype)
         hidden = self(features, target.model.embed_tokens(ids), positions, mask, cache)
         return target.logits(hidden[:, 1:])
 
@@ -160,11 +168,13 @@ def default_gamma(block_size):
     return max(1.0, {16: 7.0, 10: 5.0, 8: 4.0}.get(block_size, 1.0 + 0.375 * block_size))
 
 
-def drafter_loss(drafter, target, ids, features, trainable, anchors, valid, gamma, chunk=2**26):
+def drafter_loss(drafter, target, ids, features, trainable, anchors, valid, gamma, target_hidden=None, chunk=2**26):
     """Weighted cross-entropy of all blocks of all rows, in one forward pass under the sparse mask.
 
     ids, trainable: (B, S), the text and which of its tokens count as labels; features: (B, S, taps * C); anchors, valid: (B, N).
     gamma: slot k weighs exp(-(k - 1) / gamma), slot 0 (the anchor, which is given) nothing; inf: all alike.
+    target_hidden: (B, S, C), the target's final hidden states of the text: the labels are then its whole distributions instead of the one
+        token that was drawn from each. The expected gradient on sampled text is the same, its noise is much smaller.
     chunk: logits held at once, in numbers; more are computed, dropped and recomputed in the backward pass.
     Returns (sum of the weighted losses, sum of the weights): processes add up theirs before they divide.
     """
@@ -177,19 +187,24 @@ def drafter_loss(drafter, target, ids, features, trainable, anchors, valid, gamm
     mask = make_mask(dflash_training(anchors, S, block_size), B, N * block_size, S + N * block_size, device, features.dtype)
     hidden = drafter(features, target.model.embed_tokens(block_ids.view(B, -1)), positions, mask)
 
-    hidden = hidden.view(B, N, block_size, -1)[:, :, 1:].reshape(B * N * (block_size - 1), -1)
-    inside = block_positions < S
-    labels = ids.gather(1, block_positions.clamp(max=S - 1)).view(B, N, block_size)
-    weight = (inside & trainable.gather(1, block_positions.clamp(max=S - 1))).view(B, N, block_size) & valid[:, :, None]
-    weight = (weight * torch.exp(-(slot - 1) / gamma))[:, :, 1:].flatten()
-    labels = labels[:, :, 1:].flatten()
+    predicting = lambda x: x.view(B, N, block_size, -1)[:, :, 1:].flatten(0, 2)  # slots 1 .. block_size - 1 of (B, N * block_size, ...)
+    inside = block_positions.clamp(max=S - 1)
+    counts = trainable.gather(1, inside) & (block_positions < S) & valid.repeat_interleave(block_size, 1)
+    weight = predicting(counts * torch.exp(-(slot - 1) / gamma).repeat(N))[:, 0]
+    if target_hidden is None:
+        labels = predicting(ids.gather(1, inside))[:, 0]                         # tokens
+    else:
+        before = (inside - 1).clamp(min=0)[..., None].expand(-1, -1, target_hidden.shape[-1])
+        labels = predicting(target_hidden.gather(1, before))                     # what the target predicts them from
 
     def losses(hidden, labels):
+        if labels.is_floating_point():
+            labels = target.logits(labels).float().softmax(-1)
         return F.cross_entropy(target.logits(hidden).float(), labels, reduction="none")
-    rows = max(1, chunk // target.config.vocab_size)
+    hidden, rows = predicting(hidden), max(1, chunk // target.config.vocab_size)
     if len(hidden) <= rows:
         loss = losses(hidden, labels)
     else:
-        loss = torch.cat([torch.utils.checkpoint.checkpoint(losses, h, l, use_reentrant=False)
-                          for h, l in zip(hidden.split(rows), labels.split(rows))])
+        loss = torch.cat([torch.utils.checkpoint.checkpoint(losses, *part, use_reentrant=False)
+                          for part in zip(hidden.split(rows), labels.split(rows))])
     return (loss * weight).sum(), weight.sum()

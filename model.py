@@ -222,9 +222,9 @@ class KVCache:
         self.batch, self.length = batch, length
         self.first_slot = torch.arange(batch, device=device)[:, None] * length
 
-    def at(self, positions, end):
-        """Says where the next pass writes, positions (B, N), and how far it looks, end: at least every row's length after it."""
-        self.slots, self.end = (self.first_slot + positions).view(-1), end
+    def at(self, positions, end=None):
+        """Says where the next pass writes, positions (B, N), and how far it looks: the longest row's length after it, or all of it."""
+        self.slots, self.end = (self.first_slot + positions).view(-1), end or self.length
 
     def update(self, layer, k, v):
         """Writes k, v (B, N, K, D) of a layer at the slots; returns that layer's keys and values, (B, end, K, D) each."""
@@ -339,7 +339,7 @@ class Transformer(nn.Module):
         start:  (B,) int64, how many cached tokens of each row are valid; None: 0
         cache:  KVCache to read and to extend; None: the tokens see only each other
         taps:   layer indices i (0-based): the residual stream AFTER layer i, Hugging Face's hidden_states[i + 1]
-        end:    with a cache, the number of its slots to look at (default: all): at least max(start) + Q
+        end:    with a cache, how many of its slots to look at, max(start) + Q; None: all, so that shapes stay the same
         Returns (hidden, features): (B, Q, C) after the final norm, for `logits`; (B, Q, len(taps) * C), or None without taps.
         """
         B, Q = ids.shape
@@ -349,12 +349,10 @@ class Transformer(nn.Module):
         x = self.model.embed_tokens(ids)                                         # (B, Q, C)
         rope = self.rope(positions, x.dtype)
         if cache is not None:
-            end = cache.length if end is None else end
             cache.at(positions, end)
-        if B == 1 and Q == 1 and end != getattr(cache, "length", None):          # one token, and a cache cut to its length: it sees all
-            mask = None
-        else:
-            mask = make_mask(causal(start), B, Q, end or Q, ids.device, x.dtype)
+        mask = None                                                              # one new token, and the cache cut to its length: it sees all
+        if B > 1 or Q > 1 or end is None:
+            mask = make_mask(causal(start), B, Q, cache.end if cache is not None else Q, ids.device, x.dtype)
         tapped = {}
         for i, layer in enumerate(self.model.layers):
             x = layer(x, rope, mask, cache)

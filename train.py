@@ -9,6 +9,7 @@ training prefixes), drafter, benchmark. A killed run goes on with --resume and e
 random is a function of the seed and the step.
 """
 import argparse
+import copy
 import hashlib
 import heapq
 import importlib.util
@@ -116,21 +117,16 @@ def find_texts(paths, suffixes):
 
 
 def read_corpus(paths=None, suffixes=None):
-    """Documents in a fixed order, without repetitions: of pieces that differ in white space alone, and of docstrings (torch's stubs say
-    them again at every overload), the first stays."""
+    """Documents in a fixed order, without repetitions: of pieces that differ in white space alone, the first stays."""
     documents, seen = [], {""}
-
-    def first(text):
-        key = "".join(text.split())
-        return not (key in seen or seen.add(key))
     for path, text in find_texts(paths, suffixes):
         python, tests = path.suffix in (".py", ".pyi"), "numpy/typing/tests" in path.as_posix()
         last = None
         for piece in cut_python(text) if python else cut_text(text, DOCUMENT):
-            if not first(piece):
+            key = "".join(piece.split())
+            if key in seen:
                 continue
-            if python:
-                piece = re.sub(r'r?"""(.*?)"""', lambda m: m[0] if first(m[1]) else "...", piece, flags=re.S)
+            seen.add(key)
             domain = ("text" if not python else "type tests" if tests else "documentation" if '"""' in piece else
                       "signatures" if path.suffix == ".pyi" else "code")
             piece = piece.strip("\n") + "\n"
@@ -599,10 +595,11 @@ def make_responses(run, args, target, tokenizer, prompts, upstream):
     settings = {**upstream, "responses": args.responses, "response_minutes": args.response_minutes, "response_tokens": args.response_tokens,
                 "prompt_tokens": args.prompt_tokens, "temperatures": list(args.temperatures)}
     prompts = prompts[:args.responses]
+    writer = copy.deepcopy(target).to(torch.bfloat16) if run.bfloat16 else target   # half the bytes to stream
 
     def part(n):
         batch = prompts[n * rows:(n + 1) * rows]
-        out = autoregressive(target, batch, args.response_tokens, temperature=args.temperatures[n % len(args.temperatures)], stop_ids=stops,
+        out = autoregressive(writer, batch, args.response_tokens, temperature=args.temperatures[n % len(args.temperatures)], stop_ids=stops,
                              seed=[(args.seed * 1_000_003 + n) * rows + i for i in range(len(batch))])
         ids = [torch.tensor(p + t, dtype=torch.int32) for p, t in zip(batch, out.tokens)]
         return {"tokens": torch.cat(ids), "length": torch.tensor([len(row) for row in ids]), "prompt": torch.tensor([len(p) for p in batch])}
@@ -655,12 +652,12 @@ def mask_token(args, target, tokenizer):
 
 def train_drafter(run, args, target, tokenizer, ids, trainable, upstream):
     settings = {**upstream, "draft_layers": args.draft_layers, "block_size": args.block_size, "anchors": args.anchors, "draft_batch": args.draft_batch,
-                "gamma": args.gamma, "drafter_steps": args.drafter_steps, "drafter_minutes": args.drafter_minutes, "epochs": args.epochs,
+                "gamma": args.gamma, "drafter_steps": args.drafter_steps, "drafter_minutes": args.drafter_minutes, "epochs": args.epochs, "labels": args.labels,
                 "drafter_lr": list(args.drafter_lr), "mask_token": args.mask_token}
     if finished(run, "drafter", settings):
         return DFlashDrafter.from_pretrained(run.out / "drafter", target)
     drafter = DFlashDrafter.for_target(target, num_layers=args.draft_layers, block_size=args.block_size, mask_token_id=mask_token(args, target, tokenizer))
-    drafter.init_weights(generator(args.seed, 3))
+    drafter.init_weights(target, generator(args.seed, 3))
     drafter.to(run.device)
     target.requires_grad_(False)
     gamma, device, bfloat16, R = args.gamma or default_gamma(args.block_size), run.device.type, run.bfloat16, len(ids)
@@ -669,8 +666,8 @@ def train_drafter(run, args, target, tokenizer, ids, trainable, upstream):
     def loss_of(rows, trainable, anchors, valid):
         with torch.autocast(device, torch.bfloat16, enabled=bfloat16):
             with torch.no_grad():
-                _, features = target(rows, taps=drafter.config.target_layer_ids)
-            return drafter_loss(drafter, target, rows, features, trainable, anchors, valid, gamma)
+                hidden, features = target(rows, taps=drafter.config.target_layer_ids)
+            return drafter_loss(drafter, target, rows, features, trainable, anchors, valid, gamma, hidden if args.labels == "soft" else None)
 
     def batch_loss(step):
         places = [divmod(i, R) for i in range(step * args.draft_batch, (step + 1) * args.draft_batch)]
@@ -693,17 +690,17 @@ def train_drafter(run, args, target, tokenizer, ids, trainable, upstream):
 # Learning rates are Muon's, for matrices, and AdamW's, for the rest, or where Muon's is None for all.
 # cpu: about 15 minutes on 2 cores. gpu: about 100 M parameters on one 24 GB card (the README has the arithmetic).
 PRESETS = {
-    "cpu": dict(vocab_size=2048, layers=8, hidden_size=256, intermediate_size=768, heads=4, kv_heads=2, sequence_length=256, batch=16,
+    "cpu": dict(vocab_size=1024, layers=8, hidden_size=256, intermediate_size=768, heads=4, kv_heads=2, sequence_length=256, batch=16,
                 target_minutes=5.0, responses=2048, response_minutes=1.5, response_batch=128, response_tokens=192, prompt_tokens=64,
-                draft_layers=5, block_size=16, anchors=16, draft_batch=16, drafter_minutes=5.5,
-                temperatures=[0.0, 0.7, 1.0], target_lr=[0.02, 3e-3], drafter_lr=[0.02, 3e-3]),
+                draft_layers=5, block_size=10, anchors=24, draft_batch=16, drafter_minutes=6.0,
+                temperatures=[0.0, 0.7, 0.0, 1.0], target_lr=[0.02, 3e-3], drafter_lr=[0.02, 3e-3], labels="soft"),
     "gpu": dict(vocab_size=16384, layers=12, hidden_size=768, intermediate_size=2304, heads=12, kv_heads=4, sequence_length=1024, batch=32,
                 target_minutes=60.0, responses=65536, response_minutes=20.0, response_batch=256, response_tokens=448, prompt_tokens=64,
                 draft_layers=5, block_size=16, anchors=64, draft_batch=32, drafter_minutes=60.0,
-                temperatures=[0.0, 0.7, 1.0], target_lr=[0.02, 3e-3], drafter_lr=[0.02, 3e-3]),
+                temperatures=[0.0, 0.7, 1.0], target_lr=[0.02, 3e-3], drafter_lr=[0.02, 3e-3], labels="soft"),
     # --target: the paper's values (section 5.1).
     "pretrained": dict(sequence_length=3072, response_tokens=2048, prompt_tokens=256, response_batch=64, draft_layers=5, block_size=16, anchors=512,
-                       draft_batch=8, epochs=6, temperatures=[0.0, 0.7, 1.0], drafter_lr=[None, 6e-4]),
+                       draft_batch=8, epochs=6, temperatures=[0.0, 0.7, 1.0], drafter_lr=[None, 6e-4], labels="hard"),
 }
 
 
@@ -732,6 +729,7 @@ def parse(argv=None):
             ("draft-batch", int, "sequences a step, over all processes"), ("gamma", float, "decay of the loss over slots (default: the paper's)"),
             ("drafter-minutes", float, "time for the drafter's training"), ("drafter-steps", int, "instead of --drafter-minutes")):
         p.add_argument(f"--{name}", type=kind, metavar="N", help=text)
+    p.add_argument("--labels", choices=("soft", "hard"), help="learn the target's distributions, or as in the paper only the tokens of the responses")
     p.add_argument("--epochs", type=float, metavar="N", help="of the drafter's training, instead of --drafter-minutes")
     p.add_argument("--temperatures", type=float, nargs="+", metavar="T", help="of the responses, in turn (default: 0 0.7 1)")
     p.add_argument("--target-lr", type=float, nargs=2, metavar=("MUON", "ADAMW"))
