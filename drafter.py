@@ -199,7 +199,7 @@ def drafter_loss(drafter, target, ids, features, trainable, anchors, valid, gamm
 
     def losses(hidden, labels):
         if labels.is_floating_point():
-            labels = target.logits(labels).float().softmax(-1)
+            labels = target.logits(labels).float().softmax(-1).detach()
         return F.cross_entropy(target.logits(hidden).float(), labels, reduction="none")
     hidden, rows = predicting(hidden), max(1, chunk // target.config.vocab_size)
     if len(hidden) <= rows:

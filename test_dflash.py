@@ -502,21 +502,38 @@ def test_loss_equals_its_definition_whole_and_in_chunks():
     with torch.no_grad():
         _, features = target(ids, taps=drafter.config.target_layer_ids)
         log_probs = target.logits(training_outputs(target, drafter, ids, features, anchors)).log_softmax(-1)
-    total = weights = 0.0
+        p = target.logits(target(ids)[0]).softmax(-1)
+    hard = soft = weights = 0.0
     for b, n, k in itertools.product(range(2), range(3), range(1, 4)):
         position = int(anchors[b, n]) + k
         if valid[b, n] and position < 16 and trainable[b, position]:
             w = math.exp(-(k - 1) / 4.0)
-            total, weights = total - w * log_probs[b, n, k, ids[b, position]].item(), weights + w
-    gradients = []
-    for chunk in (2**26, 61 * 5):
-        loss, weight = drafter_loss(drafter, target, ids, features, trainable, anchors, valid, 4.0, chunk=chunk)
-        assert loss.item() == pytest.approx(total, rel=1e-5) and weight.item() == pytest.approx(weights, rel=1e-6)
-        drafter.zero_grad()
-        loss.backward()
-        gradients.append(drafter.fc.weight.grad.clone())
-    torch.testing.assert_close(*gradients)
+            weights += w
+            hard -= w * log_probs[b, n, k, ids[b, position]].item()                               # slot k predicts the token AT its position
+            soft -= w * (p[b, position - 1] * log_probs[b, n, k]).sum().item()                    # which the target predicts from the one before
+    with torch.no_grad():
+        target_hidden = target(ids)[0]
+    for expected, hidden in ((hard, None), (soft, target_hidden)):
+        gradients = []
+        for chunk in (2**26, 61 * 5):
+            loss, weight = drafter_loss(drafter, target, ids, features, trainable, anchors, valid, 4.0, hidden, chunk)
+            assert loss.item() == pytest.approx(expected, rel=1e-5) and weight.item() == pytest.approx(weights, rel=1e-6)
+            drafter.zero_grad()
+            loss.backward()
+            gradients.append(drafter.fc.weight.grad.clone())
+        torch.testing.assert_close(*gradients)
     assert [default_gamma(n) for n in (16, 10, 8)] == [7, 5, 4]
+
+
+def test_a_new_drafter_starts_as_the_targets_last_layers():
+    for kind in ("qwen3", "llama"):
+        target, drafter = make_pair(model_type=kind)
+        drafter.init_weights(target, torch.Generator().manual_seed(0))
+        theirs = target.model.layers[5].state_dict()
+        for name, value in drafter.layers[1].state_dict().items():
+            assert torch.equal(value, theirs.get(name, torch.ones(8))), name
+        x = torch.randn(5 * 32)
+        assert F.cosine_similarity(drafter.fc(x), x[-32:], dim=0) > 0.8                           # reads the last tap
 
 
 def test_anchors_are_random_different_and_trainable():
@@ -938,7 +955,7 @@ def test_repeated_documents_are_dropped_before_the_split(tmp_path):
     (tmp_path / "b.pyi").write_text("def  f(x: int) -> int: ...\ndef h() -> None:\n    \"\"\"Says  the same.\"\"\"\n")
     text = "".join(d.text for d in read_corpus([str(tmp_path)]))
     assert text.count("f(x: int)") == 1 and "def h" in text
-    documents = read_corpus()
+    documents = read_corpus(*train.default_corpus("cpu"))
     training, heldout = split(documents, 0)
     assert {d.domain for d in heldout} == {"signatures", "documentation", "type tests"} and 10 < len(heldout) < 0.06 * len(documents)
     shingle = lambda d: {" ".join(d.text.split())[i:i + 50] for i in range(len(" ".join(d.text.split())) - 49)}
@@ -1023,3 +1040,10 @@ def test_a_nan_loss_stops_and_keeps_the_checkpoint(data, tmp_path):
 def test_command_line_errors_are_one_line(tmp_path):
     done = subprocess.run([sys.executable, str(HERE / "decode.py"), "--out", str(tmp_path), "--prompt", "x"], capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "config.json" in done.stderr
+
+
+def test_the_readme_points_at_the_right_lines():
+    links = re.findall(r'\((\w+\.py)#L(\d+) "(.*?)"\)', (HERE / "README.md").read_text(encoding="utf-8"))
+    assert len(links) > 10
+    for file, line, text in links:
+        assert text in (HERE / file).read_text(encoding="utf-8").splitlines()[int(line) - 1], f"{file}:{line} is no longer {text}"

@@ -19,6 +19,7 @@ import os
 import re
 import statistics
 import sys
+import sysconfig
 import time
 from collections import Counter
 from pathlib import Path
@@ -100,15 +101,20 @@ def cut_python(text, indent=0):
             yield from cut_text(part, 4 * PIECE if name else PIECE)
 
 
+def default_corpus(preset):
+    """(folders, suffixes) of text that is on every machine: the type stubs of torch and numpy, about 4 MB; for a GPU the sources of both
+    and of the standard library as well, about 70 MB."""
+    folders = [Path(importlib.util.find_spec(name).origin).parent for name in ("torch", "numpy")]    # find_spec does not import them
+    return (folders, (".pyi",)) if preset == "cpu" else ([*folders, sysconfig.get_paths()["stdlib"]], (".py", ".pyi"))
+
+
 def find_texts(paths, suffixes):
     """(path, text) of every file to read, in an order that is the same on every machine."""
-    if not paths:    # find_spec does not import the packages
-        paths, suffixes = [Path(importlib.util.find_spec(name).origin).parent for name in ("torch", "numpy")], (".pyi",)
     for path in map(Path, paths):
         if not path.exists():
             raise UserError(f"{path}: no such file or folder; --data takes text files and folders")
         names = sorted(p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file())
-        names = [n for n in names if not re.search(r"(^|/)\.", n) and n.endswith(tuple(suffixes or [""]))]
+        names = [n for n in names if not re.search(r"(^|/)(\.|site-packages/)", n) and n.endswith(tuple(suffixes or [""]))]
         texts = [(p, p.read_bytes().decode("utf-8", "replace")) for p in ([path] if path.is_file() else [path / n for n in names])]
         texts = [(p, t.replace("\r\n", "\n")) for p, t in texts if t.strip() and "\0" not in t and "\ufffd" not in t]
         if not texts:
@@ -116,7 +122,7 @@ def find_texts(paths, suffixes):
         yield from texts
 
 
-def read_corpus(paths=None, suffixes=None):
+def read_corpus(paths, suffixes=None):
     """Documents in a fixed order, without repetitions: of pieces that differ in white space alone, the first stays."""
     documents, seen = [], {""}
     for path, text in find_texts(paths, suffixes):
@@ -470,7 +476,7 @@ def finish(run, stage, settings):
 
 def make_text(run, args):
     """Corpus and tokenizer -> (Tokenizer, training ids (N,), held-out ids, settings), written as target/tokenizer.json and heldout.jsonl."""
-    training, heldout = split(read_corpus(args.data, args.suffixes), args.seed)
+    training, heldout = split(read_corpus(*((args.data, args.suffixes) if args.data else default_corpus(args.preset))), args.seed)
     settings = {"corpus": fingerprint([d.text for d in training]), "vocab_size": args.vocab_size}
     folder = run.out / "target"
     if not finished(run, "tokenizer", settings):
@@ -709,7 +715,7 @@ def parse(argv=None):
                                 epilog="Flags left out come from the preset.")
     p.add_argument("--preset", choices=("cpu", "gpu"), help="default: gpu where there is a CUDA device, else cpu")
     p.add_argument("--out", default="out", help="where everything goes, and is found again (default: out)")
-    p.add_argument("--data", nargs="+", metavar="PATH", help="text files or folders (default: the stubs of torch and numpy)")
+    p.add_argument("--data", nargs="+", metavar="PATH", help="text files or folders (default: the stubs of torch and numpy; gpu: and their sources)")
     p.add_argument("--target", metavar="DIR", help="train a drafter for this checkpoint (a Hugging Face folder) instead, on --data, which may be .jsonl too")
     p.add_argument("--mask-token", metavar="TOKEN", help="special token or id for the drafter's masks (default: one that is not in use)")
     p.add_argument("--suffixes", nargs="+", metavar=".EXT", help="of --data's folders, read only such files")
