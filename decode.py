@@ -34,7 +34,8 @@ CHECK_EVERY = 8    # cycles between two looks at the results on CUDA: each look 
 def distribution(logits, temperature, top_k=None, top_p=None):
     """logits (..., V) -> probabilities (..., V) in float32 after temperature (> 0), then top-k, then top-p (the smallest set of likeliest
     tokens that reaches top_p)."""
-    logits = logits.float() / temperature
+    logits = logits.float()
+    logits = (logits - logits.amax(-1, keepdim=True)) / max(temperature, 1e-6)   # shifted first: no overflow where it is very cold
     if top_k is not None and top_k < logits.shape[-1]:
         logits = logits.masked_fill(logits < logits.topk(top_k, dim=-1).values[..., -1:], float("-inf"))
     probs = logits.softmax(-1)
@@ -47,10 +48,10 @@ def distribution(logits, temperature, top_k=None, top_p=None):
 
 
 def draw(weights, u):
-    """Inverse-CDF draw: weights (..., V) >= 0 with a positive sum, u (...) uniform in [0, 1) -> indices (...). float64, or the sum over a
-    large vocabulary would be too coarse for its tail. Never an index of weight zero."""
+    """Inverse-CDF draw: weights (..., V) >= 0 with a positive sum, u (...) uniform in [0, 1) -> indices (...). In float64, as are the
+    uniforms, or the sum over a large vocabulary would be too coarse for its tail. Never an index of weight zero."""
     cdf = weights.double().cumsum(-1)
-    return torch.searchsorted(cdf, (u.double() * cdf[..., -1])[..., None], right=True)[..., 0]
+    return torch.searchsorted(cdf, (u * cdf[..., -1])[..., None], right=True)[..., 0]
 
 
 def accept_greedy(drafts, logits):
@@ -87,11 +88,11 @@ def uniforms(seed, rows, length):
     """
     if seed is None:
         seed = int(np.random.SeedSequence().entropy % 2**63)
-    if isinstance(seed, int):
+    if isinstance(seed, (int, np.integer)):
         seeds = [(seed, row) for row in range(rows)]
     elif len(seeds := list(seed)) != rows:
         raise UserError(f"{len(seeds)} seeds for {rows} prompts; give one seed, or one a prompt")
-    return torch.from_numpy(np.stack([np.random.default_rng(s).random((length, 3), dtype=np.float32) for s in seeds]))
+    return torch.from_numpy(np.stack([np.random.default_rng(s).random((length, 3)) for s in seeds]))
 
 
 # ---- the loop ------------------------------------------------------------------------------------------------------------------
@@ -238,7 +239,7 @@ def speculative(target, drafter, prompts, max_new_tokens, *, block_size=None, te
 
     seed: an int (row i draws from the stream of (seed, i)), one int a row, or None. Returns a Generation; UserError for bad input.
     """
-    watch = Stopwatch(target.device)
+    watch, stop_ids = Stopwatch(target.device), set(stop_ids)
     log = list(cycles(target, drafter, prompts, max_new_tokens, block_size=block_size, temperature=temperature, top_k=top_k, top_p=top_p,
                       stop_ids=stop_ids, seed=seed, watch=watch))
     rows = [[] for _ in prompts]
@@ -249,7 +250,6 @@ def speculative(target, drafter, prompts, max_new_tokens, *, block_size=None, te
                 rows[b] += drafts[b][:accepted[b]] + [bonus[b]]
                 if i:
                     lengths[b].append(accepted[b] + 1)
-    stop_ids = set(stop_ids)
     rows = [cut(row[:max_new_tokens], stop_ids) for row in rows]
     spans = watch.spans()
     return Generation(rows, lengths, spans[0::2] if drafter is not None else [], spans[1::2])
@@ -274,25 +274,24 @@ def distinct4(rows):
     return sum(len(set(row)) for row in grams) / total if total else 1.0
 
 
-def benchmark(target, drafters, prompts, max_new_tokens, temperatures=(0.0, 1.0), stop_ids=(), seed=0, block_size=None, progress=None):
+def benchmark(target, drafters, prompts, max_new_tokens, temperatures=(0.0, 1.0), stop_ids=(), seed=0, progress=None, **how):
     """Plain decoding and every drafter on the same prompts, one at a time, in turn, in one run.
 
-    drafters: {method name: drafter}; prompts: {domain: rows of ids}. Times are whole calls, prefill included: ms_per_token is the
+    drafters: {method name: drafter}; prompts: {domain: rows of ids}; how: block_size, top_k, top_p. Times are whole calls, prefill included: ms_per_token is the
     median over prompts, speedup the median over prompts of (plain ms a token / this ms a token). Returns report rows and the histograms
     of acceptance lengths {(method, temperature): Counter}.
     """
     results, histograms = [], {}
     methods = {"autoregressive": None, **drafters}
     for drafter in methods.values():                                             # warm-up: compilation, allocation, threads
-        speculative(target, drafter, [next(iter(prompts.values()))[0]], min(24, max_new_tokens), block_size=block_size)
+        speculative(target, drafter, [next(iter(prompts.values()))[0]], min(24, max_new_tokens), **how)
     for temperature in temperatures:
         for domain, rows in prompts.items():
             runs = {method: [] for method in methods}                            # (ms a token, Generation) for each prompt
             for i, prompt in enumerate(rows):
                 for method, drafter in methods.items():
                     began = time.perf_counter()
-                    out = speculative(target, drafter, [prompt], max_new_tokens, block_size=block_size, temperature=temperature,
-                                      stop_ids=stop_ids, seed=[seed + i])
+                    out = speculative(target, drafter, [prompt], max_new_tokens, temperature=temperature, stop_ids=stop_ids, seed=[seed + i], **how)
                     runs[method].append((1e3 * (time.perf_counter() - began) / len(out.tokens[0]), out))
                 if progress:
                     progress(f"{domain}, temperature {temperature:g}")
@@ -334,7 +333,7 @@ def show_report(results, histograms, block_size):
 
 def read_lines(file):
     """The objects of a .jsonl file: each with "messages" (a chat), "prompt" (a whole prompt) or "text" (whose beginning is a prompt)."""
-    entries = []
+    entries, number = [], 1
     try:
         with open(file, encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
@@ -351,10 +350,12 @@ def read_lines(file):
 
 
 def encode_prompt(entry, tokenizer, prompt_tokens):
-    """An entry of `read_lines` -> token ids; of a text the first prompt_tokens."""
+    """An entry of `read_lines` -> token ids; of a text the first prompt_tokens. Where the model wants a token before all text (Llama 3),
+    it gets it; a chat template writes it itself."""
     if "messages" in entry:
         return tokenizer.encode(tokenizer.render_chat(entry["messages"]), special=True)
-    return tokenizer.encode(entry["prompt"]) if "prompt" in entry else tokenizer.encode(entry["text"])[:prompt_tokens]
+    bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    return bos + (tokenizer.encode(entry["prompt"]) if "prompt" in entry else tokenizer.encode(entry["text"])[:prompt_tokens])
 
 
 def read_prompts(file, tokenizer, prompt_tokens, per_domain):
@@ -364,7 +365,7 @@ def read_prompts(file, tokenizer, prompt_tokens, per_domain):
         for entry in read_lines(file):
             ids = encode_prompt(entry, tokenizer, prompt_tokens)
             rows = prompts.setdefault(entry.get("domain", Path(file).stem), [])
-            if ids and len(rows) < per_domain and ("text" not in entry or len(ids) == prompt_tokens):
+            if ids and len(rows) < per_domain and ("text" not in entry or len(ids) >= prompt_tokens):
                 rows.append(ids)
     else:
         try:
@@ -390,7 +391,9 @@ def stream(target, drafter, tokenizer, prompt, max_new_tokens, stop_ids, show, *
     """Prints the text as it is decoded. show: accepted drafts in green, the bonus token in blue, the rejected rest struck out in grey."""
     began, made, taken = time.perf_counter(), 0, 0
     decoder = codecs.getincrementaldecoder("utf-8")("replace")                    # a character may be spread over two tokens
-    for drafts, accepted, bonus, _ in cycles(target, drafter, [prompt], max_new_tokens, stop_ids=stop_ids, **how):
+    for drafts, accepted, bonus, done in cycles(target, drafter, [prompt], max_new_tokens, stop_ids=stop_ids, **how):
+        if bool(done):
+            break
         drafts, accepted, bonus = drafts[0].tolist(), int(accepted), int(bonus)
         kept = cut((drafts[:accepted] + [bonus])[:max_new_tokens - made], stop_ids)
         made, taken = made + len(kept), taken + 1
@@ -432,7 +435,7 @@ def parser():
 
 
 def run_benchmark(out, target, drafters, tokenizer, prompts_file, *, prompts=16, prompt_tokens=64, max_new_tokens=128, temperatures=(0.0, 1.0),
-                  block_size=None, seed=0):
+                  block_size=None, seed=0, **how):
     """Benchmarks, prints the table, writes out/report.json."""
     Path(out).mkdir(parents=True, exist_ok=True)
     from tqdm import tqdm
@@ -442,8 +445,8 @@ def run_benchmark(out, target, drafters, tokenizer, prompts_file, *, prompts=16,
             bar.set_postfix_str(what, refresh=False)
             bar.update()
         results, histograms = benchmark(target, drafters, rows, max_new_tokens, temperatures, stop_ids=stop_tokens(target, tokenizer), seed=seed,
-                                        block_size=block_size, progress=progress)
-    size = block_size or max(drafter.config.block_size for drafter in drafters.values())
+                                        progress=progress, block_size=block_size, **how)
+    size = block_size or max((drafter.config.block_size for drafter in drafters.values()), default=1)
     print(show_report(results, histograms, size))
     write_json(Path(out) / "report.json", {
         "device": device_name(target.device), "dtype": str(target.dtype).removeprefix("torch."), "torch": torch.__version__,
@@ -453,7 +456,17 @@ def run_benchmark(out, target, drafters, tokenizer, prompts_file, *, prompts=16,
 
 def stop_tokens(target, tokenizer):
     eos = target.config.eos_token_id
-    return {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_id} - {None}
+    return {*(eos if isinstance(eos, list) else [eos]), *tokenizer.eos_ids} - {None}
+
+
+def find_device(name=None):
+    """The torch.device of that name; None: CUDA where there is one."""
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"--device {name}: {str(error).splitlines()[0]}") from None
+    return device
 
 
 def device_name(device):
@@ -469,12 +482,17 @@ def device_name(device):
 
 def main(argv=None):
     args = parser().parse_args(argv)
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = find_device(args.device)
+    for name in ("prompts", "prompt_tokens", "max_new_tokens"):
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)} is too small: at least 1")
+    if args.seed < 0:
+        raise UserError(f"--seed {args.seed} is negative")
     folder = args.target or Path(args.out) / "target"
     target = Transformer.from_pretrained(folder, device=device, dtype=DTYPES.get(args.dtype))
     tokenizer = Tokenizer.from_pretrained(folder)
     drafter = None if args.plain else DFlashDrafter.from_pretrained(args.drafter or Path(args.out) / "drafter", target)
-    how = dict(block_size=args.block_size, seed=args.seed)
+    how = dict(block_size=args.block_size, seed=args.seed, top_k=args.top_k, top_p=args.top_p)
     if args.bench:
         run_benchmark(args.out, target, {} if drafter is None else {"dflash": drafter}, tokenizer, args.data or Path(args.out) / "heldout.jsonl", prompts=args.prompts,
                       prompt_tokens=args.prompt_tokens, max_new_tokens=args.max_new_tokens,
@@ -483,17 +501,18 @@ def main(argv=None):
         if args.chat:
             prompt = encode_prompt({"messages": [{"role": "user", "content": args.prompt}]}, tokenizer, None)
         else:
-            prompt = tokenizer.encode(args.prompt)
-            print(args.prompt, end="", flush=True)
+            text = args.prompt.encode("utf-8", "replace").decode()
+            prompt = encode_prompt({"prompt": text}, tokenizer, None)
+            print(text, end="", flush=True)
         stream(target, drafter, tokenizer, prompt, args.max_new_tokens, stop_tokens(target, tokenizer), args.show,
-               temperature=args.temperature or 0.0, top_k=args.top_k, top_p=args.top_p, **how)
+               temperature=args.temperature or 0.0, **how)
 
 
 def run_command(main):
     """Runs a command line: what the user can put right is one line and exit status 2."""
     try:
         main()
-    except UserError as error:
+    except (UserError, OSError) as error:
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:

@@ -25,7 +25,7 @@ def default_taps(num_target_layers, taps=5):
     """Layer ids spread evenly from the 2nd to the 3rd-last layer, 0-based (section 4.1)."""
     if taps == 1:
         return [num_target_layers // 2]
-    return [round(1 + i * (num_target_layers - 4) / (taps - 1)) for i in range(taps)]
+    return [min(max(round(1 + i * (num_target_layers - 4) / (taps - 1)), 0), num_target_layers - 1) for i in range(taps)]
 
 
 @dataclass
@@ -174,7 +174,7 @@ def drafter_loss(drafter, target, ids, features, trainable, anchors, valid, gamm
     ids, trainable: (B, S), the text and which of its tokens count as labels; features: (B, S, taps * C); anchors, valid: (B, N).
     gamma: slot k weighs exp(-(k - 1) / gamma), slot 0 (the anchor, which is given) nothing; inf: all alike.
     target_hidden: (B, S, C), the target's final hidden states of the text: the labels are then its whole distributions instead of the one
-        token that was drawn from each. The expected gradient on sampled text is the same, its noise is much smaller.
+        token that was drawn from each. At temperature 1 the expected gradient is the same, with much less noise.
     chunk: logits held at once, in numbers; more are computed, dropped and recomputed in the backward pass.
     Returns (sum of the weighted losses, sum of the weights): processes add up theirs before they divide.
     """
@@ -201,10 +201,11 @@ def drafter_loss(drafter, target, ids, features, trainable, anchors, valid, gamm
         if labels.is_floating_point():
             labels = target.logits(labels).float().softmax(-1).detach()
         return F.cross_entropy(target.logits(hidden).float(), labels, reduction="none")
-    hidden, rows = predicting(hidden), max(1, chunk // target.config.vocab_size)
-    if len(hidden) <= rows:
-        loss = losses(hidden, labels)
-    else:
-        loss = torch.cat([torch.utils.checkpoint.checkpoint(losses, *part, use_reentrant=False)
+
+    @torch.compiler.disable                                                      # a compiled graph would hold the loop unrolled
+    def in_chunks(hidden, labels):
+        return torch.cat([torch.utils.checkpoint.checkpoint(losses, *part, use_reentrant=False)
                           for part in zip(hidden.split(rows), labels.split(rows))])
+    hidden, rows = predicting(hidden), max(1, chunk // target.config.vocab_size)
+    loss = losses(hidden, labels) if len(hidden) <= rows else in_chunks(hidden, labels)
     return (loss * weight).sum(), weight.sum()

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-# Compiled on first use; dynamic=None lets a length that changes become a symbol instead of a recompilation a length.
+# Compiled on first use, once for each mask and kind of shape that meets them: more than the eight that PyTorch allows before it gives up.
+torch._dynamo.config.recompile_limit = 64
 compiled_flex_attention = torch.compile(flex_attention)
 compiled_create_block_mask = torch.compile(create_block_mask)
 
@@ -43,7 +44,7 @@ def dflash_training(anchors, context_length, block_size):
     """
     def dflash_training_mask(b, h, q_idx, kv_idx):
         block = q_idx // block_size
-        before_anchor = kv_idx < anchors[b, block].clamp(max=context_length)
+        before_anchor = (kv_idx < context_length) & (kv_idx < anchors[b, block])
         own_block = (kv_idx >= context_length) & ((kv_idx - context_length) // block_size == block)
         return before_anchor | own_block
     return dflash_training_mask

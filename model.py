@@ -59,7 +59,7 @@ def read_json(path):
 def load_weights(module, path):
     """Fills the module's parameters in place, a tensor at a time, from path/*.safetensors (one file, or shards with an index)."""
     index = Path(path) / "model.safetensors.index.json"
-    names = sorted(set(read_json(index)["weight_map"].values())) if index.exists() else ["model.safetensors"]
+    names = sorted(set(read_json(index).get("weight_map", {}).values())) if index.exists() else ["model.safetensors"]
     missing = dict(module.named_parameters())
     for name in names:
         file = Path(path) / name
@@ -95,9 +95,12 @@ def stored_dtype(path):
         raise UserError(f"{path}: no *.safetensors here; a checkpoint is a folder with config.json and *.safetensors")
     try:
         with safe_open(file, framework="pt") as tensors:
-            return tensors.get_tensor(next(iter(tensors.keys()))).dtype
+            stored = tensors.get_slice(next(iter(tensors.keys()))).get_dtype()
     except (SafetensorError, OSError, StopIteration) as error:
         raise UserError(f"{file}: damaged or truncated ({error}); copy or train it again") from None
+    if stored not in ("F32", "BF16", "F16"):
+        raise UserError(f"{file}: dtype {stored} is not supported (float32, bfloat16 and float16 are)")
+    return {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}[stored]
 
 
 # ---- config ----------------------------------------------------------------------------------------------------------------
@@ -136,6 +139,9 @@ class ModelConfig:
         unknown = rope.keys() & {"mscale", "mscale_all_dim", "partial_rotary_factor", "long_factor", "short_factor"}
         if unknown:
             raise UserError(f"{where}: rope_scaling field {min(unknown)} = {rope[min(unknown)]!r} is not supported")
+        needed = {"llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")}.get(kind, ())
+        if not all(rope.get(field) for field in needed):
+            raise UserError(f"{where}: rope_scaling of type {kind} lacks one of {', '.join(needed)}")
         raw["rope_scaling"] = None if kind == "default" else {"rope_type": kind, **{k: v for k, v in rope.items() if k != "type"}}
         for field, allowed in {"hidden_act": ("silu",), "mlp_bias": (False,), "use_sliding_window": (False,), "partial_rotary_factor": (1.0,),
                                "num_experts": (0,), "quantization_config": (), "pretraining_tp": (1,)}.items():
@@ -143,13 +149,17 @@ class ModelConfig:
                 raise UserError(f"{where}: {field} = {raw[field]!r} is not supported")
         if any(layer != "full_attention" for layer in raw.get("layer_types") or ()):
             raise UserError(f"{where}: layer_types {sorted(set(raw['layer_types']))} are not supported (full_attention is)")
-        raw.setdefault("num_key_value_heads", raw.get("num_attention_heads"))
-        if not raw.get("head_dim") and raw.get("num_attention_heads"):
-            raw["head_dim"] = raw.get("hidden_size", 0) // raw["num_attention_heads"]
+        if raw.get("num_key_value_heads") is None:
+            raw["num_key_value_heads"] = raw.get("num_attention_heads")
         raw.setdefault("tie_word_embeddings", False)                                   # Hugging Face's own default for these three
         for field in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
             if not isinstance(raw.get(field), int) or raw[field] < 1:
                 raise UserError(f"{where}: {field} = {raw.get(field)!r} is not a positive number")
+        if not raw.get("head_dim"):                                                    # absent: Hugging Face's defaults
+            raw["head_dim"] = 128 if raw["model_type"] == "qwen3" else raw["hidden_size"] // raw["num_attention_heads"]
+        if raw["num_attention_heads"] % raw["num_key_value_heads"]:
+            raise UserError(f"{where}: num_attention_heads = {raw['num_attention_heads']} is no multiple of num_key_value_heads = {raw['num_key_value_heads']}")
+        raw = {field: value for field, value in raw.items() if value is not None}
         return cls(**{field.name: raw[field.name] for field in fields(cls) if field.name in raw})
 
     def to_dict(self):
@@ -440,7 +450,7 @@ def split_patterns(pre):
 class Tokenizer:
     """text <-> ids, the same ids as the `tokenizers` library gives for the same tokenizer.json.
 
-    eos_id: int or None. bos_id: the id that the file's post_processor would put first, or None
+    eos_id: int or None; eos_ids: all that end a text (chat models have several). bos_id: the id that the file's post_processor would put first, or None
     (encode never adds it). vocab_size: highest id + 1. special_ids: dict text -> id.
     """
 
@@ -482,6 +492,7 @@ class Tokenizer:
         eos = eos["content"] if isinstance(eos, dict) else eos
         check(eos is None or eos in ids, "tokenizer_config.json eos_token", eos, "not in the vocabulary")
         self.eos_id, self.bos_id = ids.get(eos), None
+        self.eos_ids = {self.eos_id} - {None}
         post = data.get("post_processor") or {}
         for p in post.get("processors", [post]):
             if p.get("type") == "TemplateProcessing" and "SpecialToken" in p["single"][0]:
@@ -531,9 +542,10 @@ class Tokenizer:
         self.chat_template = file.read_text(encoding="utf-8") if file.exists() else template
         for name in ("generation_config.json", "config.json"):
             eos = found.get(name, {}).get("eos_token_id")
-            eos = eos[0] if isinstance(eos, list) and eos else eos  # chat models list several
-            check(eos is None or isinstance(eos, int), f"{Path(path) / name}: eos_token_id", eos)
-            self.eos_id = eos if self.eos_id is None else self.eos_id
+            eos = eos if isinstance(eos, list) else [] if eos is None else [eos]   # chat models list several
+            check(all(isinstance(i, int) for i in eos), f"{Path(path) / name}: eos_token_id", eos)
+            self.eos_ids |= set(eos)
+            self.eos_id = eos[0] if self.eos_id is None and eos else self.eos_id
         return self
 
     @classmethod
@@ -578,7 +590,7 @@ class Tokenizer:
         named = {key: value["content"] if isinstance(value, dict) else value for key, value in self.config.items() if key in ("bos_token", "eos_token")}
         try:
             return environment.from_string(self.chat_template).render(messages=messages, add_generation_prompt=True, **named)
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, TypeError, AttributeError, KeyError) as error:
             raise UserError(f"the target's chat template refuses these messages: {' '.join(str(error).split())}") from None
 
     def encode(self, text, special=False):

@@ -42,7 +42,7 @@ def random_weights(module, seed, scale=1.0):
 def make_pair(vocab=61, layers=6, mask=60, block_size=8, seed=0, **config):
     """A random target and a random drafter for it."""
     config = dict(dict(vocab_size=vocab, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4,
-                       num_key_value_heads=2, head_dim=8, max_position_embeddings=512), **config)
+                       num_key_value_heads=2, head_dim=16, max_position_embeddings=512), **config)
     target = random_weights(Transformer(ModelConfig(**config)), seed)
     drafter = DFlashDrafter.for_target(target, num_layers=2, block_size=block_size, mask_token_id=mask)
     return target, random_weights(drafter, seed + 1)
@@ -531,7 +531,7 @@ def test_a_new_drafter_starts_as_the_targets_last_layers():
         drafter.init_weights(target, torch.Generator().manual_seed(0))
         theirs = target.model.layers[5].state_dict()
         for name, value in drafter.layers[1].state_dict().items():
-            assert torch.equal(value, theirs.get(name, torch.ones(8))), name
+            assert torch.equal(value, theirs.get(name, torch.ones(16))), name
         x = torch.randn(5 * 32)
         assert F.cosine_similarity(drafter.fc(x), x[-32:], dim=0) > 0.8                           # reads the last tap
 
@@ -644,7 +644,7 @@ def test_greedy_acceptance_equals_plain_python():
 
 def test_sampled_acceptance_equals_plain_python():
     g = torch.Generator().manual_seed(0)
-    rand = lambda *shape: torch.rand(*shape, generator=g)
+    rand = lambda *shape: torch.rand(*shape, generator=g, dtype=torch.float64)
     for case in range(200):
         p, q = (torch.where(rand(3, n, 5) < 0.3, 0, rand(3, n, 5)) + torch.eye(5)[0] * 1e-3 for n in (4, 3))
         p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
@@ -656,8 +656,8 @@ def test_sampled_acceptance_equals_plain_python():
             kept = 0
             while kept < 3 and u_accept[b, kept] * q[b, kept, drafts[b, kept]] < p[b, kept, drafts[b, kept]]:
                 kept += 1
-            rest = (p[b, kept] - (q[b, kept] if kept < 3 else 0)).clamp(min=0).double()
-            expected = int((rest.cumsum(0) <= u_bonus[b, kept].double() * rest.sum()).sum())
+            rest = (p[b, kept] - (q[b, kept] if kept < 3 else 0)).clamp(min=0)
+            expected = int((rest.cumsum(0) <= u_bonus[b, kept] * rest.cumsum(0)[-1]).sum())
             assert (int(accepted[b]), int(bonus[b])) == (kept, expected)
         assert accepted[0] == 3
 
@@ -669,7 +669,7 @@ def test_top_k_and_top_p():
     torch.testing.assert_close(distribution(logits, 0.7, top_k=2)[0], torch.tensor([p[0], p[1], 0, 0]) / (p[0] + p[1]))
     torch.testing.assert_close(distribution(logits, 0.7, top_p=float(p[0]) + 1e-4)[0], torch.tensor([p[0], p[1], 0, 0]) / (p[0] + p[1]))
     torch.testing.assert_close(distribution(logits, 0.7, top_p=float(p[0]) - 1e-4)[0], torch.tensor([1.0, 0, 0, 0]))
-    assert draw(torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]]).expand(3, -1), torch.tensor([0.0, 0.49999, 1 - 2**-24])).tolist() == [1, 1, 3]
+    assert draw(torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]]).expand(3, -1), torch.tensor([0.0, 0.49999, 1 - 2**-53], dtype=torch.float64)).tolist() == [1, 1, 3]
 
 
 ROWS, LEVEL = 30000, 1e-3    # of the tests below: draws, and the chance that a right implementation fails one (the seed is fixed)
@@ -745,8 +745,9 @@ def exact_match_with_residual(drafts, q, p, u_accept, u_bonus):
 @pytest.mark.parametrize("wrong", (bonus_from_p, accept_twice_as_often, exact_match_with_residual))
 def test_a_wrong_acceptance_rule_fails_the_distribution_test(wrong, small_vocabulary, monkeypatch):
     monkeypatch.setattr(decode, "accept_sampled", wrong)
-    with pytest.raises(AssertionError):
-        test_sampled_output_has_the_targets_distribution("plain", 4, small_vocabulary)
+    target, drafter = small_vocabulary
+    rows = speculative(target, drafter, [[1, 4, 2]] * ROWS, 4, seed=1, **SAMPLING["plain"]).tokens
+    assert p_value([row[1:4] for row in rows], exact_joint(target, [1, 4, 2], 4, SAMPLING["plain"]).sum(0)) < LEVEL
 
 
 def test_each_row_has_its_own_stream(trained):
@@ -823,7 +824,7 @@ def test_the_whole_path(finished_run, data, capsys):
     assert all(loss[-1] < loss[0] - 0.5 for loss in losses.values())
     stamp = (out / "target" / "model.safetensors").stat().st_mtime_ns                             # a second call finds everything done
     done = run_train("--data", data, "--out", out, *TINY)
-    assert done.stdout.count("skipped") == 4 and (out / "target" / "model.safetensors").stat().st_mtime_ns == stamp
+    assert done.stdout.count("skipped") == 5 and (out / "target" / "model.safetensors").stat().st_mtime_ns == stamp
     done = run_train("--data", data, "--out", out, *TINY, "--layers", "5", check=False)
     assert done.returncode == 2 and "layers = 4, not 5" in done.stderr and "Traceback" not in done.stderr
 
@@ -838,8 +839,11 @@ def test_decode_command_line(finished_run, capsys):
     assert decode.GREEN in texts[2] and decode.BLUE in texts[2] and decode.GREY in texts[2]
     shown = re.sub(r"\033\[9;90m.*?\033\[0m", "", texts[2])                                       # without the rejected drafts
     assert re.sub(r"\033\[[0-9;]*m", "", shown) == texts[0]
-    decode.main(["--out", str(out), "--bench", "--prompts", "1", "--prompt-tokens", "8", "--max-new-tokens", "16", "--temperature", "0.5"])
-    assert "dflash" in capsys.readouterr().out
+    report = (out / "report.json").read_bytes()
+    for flags, word in ((["--temperature", "0.5", "--top-k", "5"], "dflash"), (["--plain"], "autoregressive")):
+        decode.main(["--out", str(out), "--bench", "--prompts", "1", "--prompt-tokens", "8", "--max-new-tokens", "16", *flags])
+        assert word in capsys.readouterr().out
+    (out / "report.json").write_bytes(report)
 
 
 def test_a_killed_run_resumes_to_the_same_weights(finished_run, data, tmp_path):
@@ -867,14 +871,14 @@ def test_a_killed_run_resumes_to_the_same_weights(finished_run, data, tmp_path):
     assert len(steps) == len(set(steps))
 
 
-def test_two_processes_train_the_same_weights(finished_run, data, tmp_path):
-    reference, _ = finished_run
+def test_two_processes_train_the_same_weights(data, tmp_path):
     run_train("--data", data, "--out", tmp_path, *TINY, "--target-steps", "6", "--drafter-steps", "6")
     run_train("--data", data, "--out", tmp_path / "two", *TINY, "--target-steps", "6", "--drafter-steps", "6",
               launcher=(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"))
-    a, b = weights(tmp_path, "target"), weights(tmp_path / "two", "target")
-    for name in a:
-        torch.testing.assert_close(a[name], b[name], atol=2e-3, rtol=2e-2)
+    for stage in ("target", "drafter"):
+        a, b = weights(tmp_path, stage), weights(tmp_path / "two", stage)
+        for name in a:
+            torch.testing.assert_close(a[name], b[name], atol=2e-3, rtol=2e-2)
 
 
 def test_the_gpu_preset_shrunk(data, tmp_path):
@@ -882,7 +886,7 @@ def test_the_gpu_preset_shrunk(data, tmp_path):
     shrink = ["--vocab-size", "300", "--layers", "4", "--hidden-size", "48", "--intermediate-size", "64", "--heads", "3", "--kv-heads", "1", "--sequence-length", "64",
               "--batch", "4", "--responses", "16", "--response-batch", "8", "--response-tokens", "24", "--prompt-tokens", "8", "--anchors", "4", "--draft-layers", "1", "--draft-batch", "4",
               "--block-size", "4", "--target-minutes", "0.02", "--response-minutes", "0.02", "--drafter-minutes", "0.02", "--prompts", "1"]
-    run_train("--preset", "gpu", "--data", data, "--out", tmp_path, *shrink, *([] if torch.cuda.is_available() else ["--device", "cpu", "--no-compile"]))
+    run_train("--preset", "gpu", "--data", data, "--out", tmp_path, *shrink, *([] if torch.cuda.is_available() else ["--device", "cpu"]))
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert plan["target"] >= 20 and plan["drafter"] >= 20 and plan["response_parts"] >= 1
 
@@ -998,7 +1002,7 @@ def test_bad_checkpoints(tmp_path):
 def test_a_drafter_of_another_target(tmp_path):
     target, drafter = make_pair()
     drafter.save_pretrained(tmp_path / "d")
-    for field, value in dict(vocab_size=80, hidden_size=64, num_hidden_layers=8, num_attention_heads=2, num_key_value_heads=1, head_dim=16).items():
+    for field, value in dict(vocab_size=80, hidden_size=64, num_hidden_layers=8, num_attention_heads=2, num_key_value_heads=1, head_dim=32).items():
         name = "num_target_layers" if field == "num_hidden_layers" else field
         other = Transformer(ModelConfig(**{**vars(target.config), field: value}))
         fails(lambda: DFlashDrafter.from_pretrained(tmp_path / "d", other), "another target", name)
@@ -1024,17 +1028,21 @@ def test_bad_training_input(data, tmp_path):
     binary.write_bytes(b"\0\1")
     flags = ["--out", str(tmp_path / "out"), *TINY]
     for paths, word in (([tmp_path / "nowhere"], "no such file"), ([empty], "text"), ([binary], "text"), ([short], "sequence")):
-        done = run_train("--data", *paths, *flags, check=False)
-        assert done.returncode == 2 and word in done.stderr and "Traceback" not in done.stderr and done.stderr.count("\n") == 1, done.stderr
+        fails(lambda: train.main(["--data", *map(str, paths), *flags]), word)
+    for flag, value in (("--kv-heads", "3"), ("--block-size", "1"), ("--batch", "0"), ("--device", "nonsense"), ("--seed", "-1"), ("--vocab-size", "100")):
+        fails(lambda: train.main(["--data", str(data), *flags, flag, value]), flag.strip("-").replace("-", "_" if flag == "--vocab-size" else "-"))
 
 
-def test_a_nan_loss_stops_and_keeps_the_checkpoint(data, tmp_path):
-    out = tmp_path / "out"
-    done = run_train("--data", data, "--out", out, *TINY, "--target-lr", "0.02", "1e30", check=False)
-    assert done.returncode == 2 and "loss is nan" in done.stderr and "Traceback" not in done.stderr
-    assert not (out / "target" / "model.safetensors").exists()
-    checkpoint = out / "target.checkpoint.safetensors"
-    assert not checkpoint.exists() or all(value.isfinite().all() for name, value in load_file(checkpoint).items() if name.startswith("model."))
+def test_a_nan_loss_stops_and_keeps_the_checkpoint(tmp_path):
+    run = train.Run(train.parse(["--out", str(tmp_path), *TINY]))
+    module = torch.nn.Linear(4, 4)
+
+    def batch_loss(step):                                                                         # a gradient that is not finite, at step 25
+        loss = module(torch.ones(1, 4)).square().sum()
+        return loss * torch.ones(()).masked_fill(torch.tensor(step == 25), math.inf), torch.ones(())
+    fails(lambda: train.train(run, "target", module, batch_loss, {}, steps=60, minutes=None, lr=(0.02, 1e-3), tokens_a_step=1), "loss is", "step 30", "--target-lr")
+    kept = load_file(tmp_path / "target.checkpoint.safetensors")
+    assert all(value.isfinite().all() for value in kept.values()) and not torch.equal(kept["model.weight"], torch.nn.Linear(4, 4).weight)
 
 
 def test_command_line_errors_are_one_line(tmp_path):

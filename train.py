@@ -10,6 +10,7 @@ random is a function of the seed and the step.
 """
 import argparse
 import copy
+import datetime
 import hashlib
 import heapq
 import importlib.util
@@ -34,7 +35,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
-from decode import autoregressive, encode_prompt, read_lines, run_benchmark, run_command, stop_tokens
+from decode import autoregressive, encode_prompt, find_device, read_lines, run_benchmark, run_command, stop_tokens
 from drafter import DFlashDrafter, default_gamma, drafter_loss, sample_anchors
 from model import CODE_PATTERN, ModelConfig, Tokenizer, Transformer, UserError, read_json, write_json, write_whole
 
@@ -146,12 +147,21 @@ def read_corpus(paths, suffixes=None):
     return documents
 
 
-def split(documents, seed, fraction=0.04, most=0.5):
-    """(training, held-out) documents, by a hash of the text. A held-out document of which more than `most` stands in the training text
-    as well, counted in shingles, is dropped from both: it would flatter the results."""
-    training, heldout = [], []
-    for d in documents:
-        (heldout if int(hashlib.sha256(f"{seed} {d.text}".encode()).hexdigest()[:8], 16) < fraction * 16**8 else training).append(d)
+def hold_out(items, text_of, seed, fraction=0.04):
+    """(training, held-out) items: held out are the ones whose text has the smallest hashes, at least one."""
+    ranked = sorted(items, key=lambda item: fingerprint([str(seed), text_of(item)]))
+    heldout = set(map(text_of, ranked[:math.ceil(fraction * len(items))]))
+    return [item for item in items if text_of(item) not in heldout], [item for item in items if text_of(item) in heldout]
+
+
+def fingerprint(texts):
+    return hashlib.sha256("\0".join(texts).encode("utf-8", "replace")).hexdigest()[:16]
+
+
+def split(documents, seed, most=0.5):
+    """(training, held-out) documents. A held-out document of which more than `most` stands in the training text as well, counted in
+    shingles, is dropped from both: it would flatter the results."""
+    training, heldout = hold_out(documents, lambda d: d.text, seed)
 
     def shingles(text):
         text = " ".join(text.split())
@@ -160,6 +170,7 @@ def split(documents, seed, fraction=0.04, most=0.5):
     wanted = set().union(*own)                                                   # small, unlike the set of all training shingles
     known = {s for d in training for s in shingles(d.text) if s in wanted}
     return training, [d for d, s in zip(heldout, own) if s and len(s & known) <= most * len(s)]
+
 
 # ---- BPE -------------------------------------------------------------------------------------------------------------------------
 
@@ -246,13 +257,14 @@ class Run:
     def __init__(self, args):
         self.out, self.resume, self.checkpoint_seconds = Path(args.out), args.resume, args.checkpoint_seconds
         self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        cuda = args.device == "cuda"
-        self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device(args.device)
+        self.device = args.device
+        cuda = self.device.type == "cuda"
+        if cuda and self.world > 1:
+            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         if cuda:
             torch.cuda.set_device(self.device)
-            torch.set_float32_matmul_precision("high")
         if self.world > 1 and not dist.is_initialized():
-            dist.init_process_group("nccl" if cuda else "gloo")
+            dist.init_process_group("nccl" if cuda else "gloo", timeout=datetime.timedelta(days=1))    # one may work for long while others wait
         self.out.mkdir(parents=True, exist_ok=True)
         # Matrix products in bfloat16 where the hardware has them, master weights in float32.
         self.bfloat16 = cuda or has_bfloat16()
@@ -318,10 +330,11 @@ def has_compiler():
 
 def finished(run, stage, settings):
     """Is the stage's result in --out, made with these settings? Refuses a result, or an interrupted one, made with others."""
-    file, checkpoint = run.out / f"{stage}.settings.json", run.out / f"{stage}.checkpoint.safetensors"
-    if not file.exists():
+    file = run.out / f"{stage}.settings.json"
+    made = read_json(file) if file.exists() else None
+    run.wait()                                                                   # all have looked before anyone writes
+    if made is None:
         return False
-    made = read_json(file)
     for name in sorted(settings.keys() | made["settings"].keys()):
         old, new = made["settings"].get(name), settings.get(name)
         if old != new:
@@ -362,7 +375,7 @@ def load_checkpoint(file, module, optimizers):
                     optimizer, _ = optimizers[int(i)]
                     p = optimizer.param_groups[0]["params"][int(j)]
                     value = tensors.get_tensor(key)
-                    optimizer.state[p][name] = value if value.dim() == 0 else value.to(p.device)
+                    optimizer.state[p][name] = value.to(p.device, copy=True)
             return int(tensors.metadata()["step"])
     except (SafetensorError, OSError, KeyError) as error:
         raise UserError(f"{file}: damaged checkpoint ({error}); delete it to start this stage again") from None
@@ -411,12 +424,12 @@ def train(run, stage, module, batch_loss, settings, *, steps, minutes, lr, token
             flat = torch.cat([p.grad.flatten() for p in parameters])
             for p, grad in zip(parameters, run.sum(flat).split([p.numel() for p in parameters])):
                 p.grad.copy_(grad.view_as(p))
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         for optimizer, base in optimizers:
             optimizer.param_groups[0]["lr"] = base * factor
             optimizer.step()
             optimizer.zero_grad()
-        return run.sum(loss.detach().clone()) / total
+        return torch.where(norm.isfinite(), run.sum(loss.detach().clone()) / total, math.nan)    # a step with such gradients has spoiled the weights
 
     def measured_steps():
         """A few real steps at learning rate zero, for their time; what they leave in the optimizers is dropped."""
@@ -427,6 +440,7 @@ def train(run, stage, module, batch_loss, settings, *, steps, minutes, lr, token
             times.append(time.perf_counter() - began)
         return max(20, 60 * minutes / statistics.median(times[2:]))
 
+    mark(run, stage, settings, done=False)
     if steps is None:
         plan = run.out / "plan.json"
         if not (plan.exists() and stage in read_json(plan)):
@@ -436,7 +450,6 @@ def train(run, stage, module, batch_loss, settings, *, steps, minutes, lr, token
         steps = run.decide(stage, lambda: wanted)
     start = load_checkpoint(checkpoint, module, optimizers) if checkpoint.exists() else 0
     run.forget(stage, start)
-    mark(run, stage, settings, done=False)
     saved, began, losses = time.monotonic(), time.monotonic(), []
     with run.bar(steps, stage, initial=start) as bar:
         for step in range(start, steps):
@@ -449,8 +462,7 @@ def train(run, stage, module, batch_loss, settings, *, steps, minutes, lr, token
                 losses = []
                 rate = (step + 1 - start) * tokens_a_step / (time.monotonic() - began)
                 if not math.isfinite(loss):
-                    raise UserError(f"the {stage}'s loss is {loss} at step {step + 1}; the checkpoint before it is kept: "
-                                    "lower the learning rate and use another --out, or --resume on another device")
+                    raise UserError(f"the {stage}'s loss is {loss} at step {step + 1}; no checkpoint holds it: lower --{stage}-lr and use another --out")
                 bar.set_postfix_str(f"loss {loss:.3f}, {rate:,.0f} tokens/s")
                 entry = {"stage": stage, "step": step + 1, "loss": loss, "tokens_per_second": rate}
                 if evaluate and (last or (step + 1) % max(10, steps // 5 // 10 * 10) == 0):
@@ -479,23 +491,24 @@ def make_text(run, args):
     training, heldout = split(read_corpus(*((args.data, args.suffixes) if args.data else default_corpus(args.preset))), args.seed)
     settings = {"corpus": fingerprint([d.text for d in training]), "vocab_size": args.vocab_size}
     folder = run.out / "target"
-    if not finished(run, "tokenizer", settings):
-        if run.main:
-            began = time.perf_counter()
-            merges = train_bpe([d.text for d in training], args.vocab_size - 2, CODE_PATTERN)
-            Tokenizer.from_merges(merges, [END_TOKEN, MASK_TOKEN]).save_pretrained(folder)
-            write_lines(run.out / "heldout.jsonl", [d._asdict() for d in heldout])
-            print(f"tokenizer: {len(merges)} merges from {len(training)} documents in {time.perf_counter() - began:.1f} s; {len(heldout)} documents held out")
-        finish(run, "tokenizer", settings)
-    tokenizer = Tokenizer.from_pretrained(folder)
-    ids = [torch.tensor([i for d in part for i in (tokenizer.eos_id, *tokenizer.encode(d.text))]) for part in (training, heldout)]
-    if len(ids[0]) < 2 * args.sequence_length:
+    done = finished(run, "tokenizer", settings)
+    if done:
+        tokenizer = Tokenizer.from_pretrained(folder)
+    else:
+        tokenizer = Tokenizer.from_merges(train_bpe([d.text for d in training], args.vocab_size - 2, CODE_PATTERN), [END_TOKEN, MASK_TOKEN])
+    rows = [[[tokenizer.eos_id, *tokenizer.encode(d.text)] for d in part] for part in (training, heldout)]
+    ids = [torch.tensor([i for row in part for i in row]) for part in rows]
+    if len(ids[0]) < max(2 * args.sequence_length, args.prompt_tokens + 2):
         raise UserError(f"the text has {len(ids[0])} tokens, too few for sequences of {args.sequence_length}; give more --data or a smaller --sequence-length")
+    if not any(len(row) > args.prompt_tokens for row in rows[1]):
+        raise UserError(f"no held-out document has {args.prompt_tokens} tokens for a prompt; give more --data or a smaller --prompt-tokens")
+    if not done:
+        if run.main:
+            tokenizer.save_pretrained(folder)
+            write_lines(run.out / "heldout.jsonl", [d._asdict() for d in heldout])
+            print(f"tokenizer: {tokenizer.vocab_size} tokens from {len(training)} documents; {len(heldout)} documents held out")
+        finish(run, "tokenizer", settings)
     return tokenizer, *ids, settings
-
-
-def fingerprint(texts):
-    return hashlib.sha256("\0".join(texts).encode("utf-8", "replace")).hexdigest()[:16]
 
 
 def write_lines(path, entries):
@@ -552,7 +565,7 @@ def train_target(run, args, tokenizer, ids, heldout, upstream):
     def evaluate():
         """Nats a token on held-out text."""
         n = min(len(heldout) - 1, 64 * S) // S
-        if n == 0:
+        if n < 1:
             return {}
         rows = torch.stack([heldout[i * S:i * S + S + 1] for i in range(n)])
         return {"heldout_loss": sum(loss_of(part.to(run.device)).item() for part in rows.split(args.batch)) / (n * S)}
@@ -566,7 +579,7 @@ def train_target(run, args, tokenizer, ids, heldout, upstream):
 
 
 def pretrained_target(run, args):
-    """--target: a checkpoint's folder, frozen, in bfloat16 on CUDA. -> (Transformer, Tokenizer, training prompts, settings)
+    """--target: a checkpoint's folder, frozen, in bfloat16 on CUDA. -> (Transformer, Tokenizer, training prompts, settings, held-out entries)
 
     Prompts come from --data: the first --prompt-tokens tokens of each document of a text, whole prompts or chats of a .jsonl. Some are held out.
     """
@@ -578,17 +591,15 @@ def pretrained_target(run, args):
     texts = [path for path in args.data if path not in chats]
     entries = [entry for path in chats for entry in read_lines(path)] + [d._asdict() for d in (read_corpus(texts, args.suffixes) if texts else [])]
     entries = list({json.dumps(entry, sort_keys=True): entry for entry in entries}.values())      # repetitions would reach both sides
-    held = lambda entry: int(fingerprint([str(args.seed), json.dumps(entry, sort_keys=True)]), 16) % 1000 < 40
-    if run.main:
-        write_lines(run.out / "heldout.jsonl", [entry for entry in entries if held(entry)])
+    training, heldout = hold_out(entries, lambda entry: json.dumps(entry, sort_keys=True), args.seed)
     room = args.sequence_length - args.response_tokens
-    prompts = [encode_prompt(entry, tokenizer, args.prompt_tokens) for entry in entries if not held(entry)]
+    prompts = [encode_prompt(entry, tokenizer, args.prompt_tokens) for entry in training]
     prompts = [prompt for prompt in prompts if 0 < len(prompt) <= room]
     if not prompts:
         raise UserError(f"--data holds no prompt of at most {room} tokens (--sequence-length less --response-tokens)")
     weights = sorted((file.name, file.stat().st_size) for file in Path(args.target).glob("*.safetensors"))
     return target, tokenizer, prompts, {"target": str(Path(args.target).resolve()), "weights": fingerprint([str(weights), (Path(args.target) / "config.json").read_text()]),
-                                        "prompts": fingerprint([str(prompts)])}
+                                        "prompts": fingerprint([str(prompts)])}, heldout
 
 
 def make_responses(run, args, target, tokenizer, prompts, upstream):
@@ -601,38 +612,44 @@ def make_responses(run, args, target, tokenizer, prompts, upstream):
     settings = {**upstream, "responses": args.responses, "response_minutes": args.response_minutes, "response_tokens": args.response_tokens,
                 "prompt_tokens": args.prompt_tokens, "temperatures": list(args.temperatures)}
     prompts = prompts[:args.responses]
-    writer = copy.deepcopy(target).to(torch.bfloat16) if run.bfloat16 else target   # half the bytes to stream
 
-    def part(n):
+    def file_of(n):
+        return folder / f"{n:05d}.safetensors"
+
+    def write_part(n):
         batch = prompts[n * rows:(n + 1) * rows]
         out = autoregressive(writer, batch, args.response_tokens, temperature=args.temperatures[n % len(args.temperatures)], stop_ids=stops,
                              seed=[(args.seed * 1_000_003 + n) * rows + i for i in range(len(batch))])
         ids = [torch.tensor(p + t, dtype=torch.int32) for p, t in zip(batch, out.tokens)]
-        return {"tokens": torch.cat(ids), "length": torch.tensor([len(row) for row in ids]), "prompt": torch.tensor([len(p) for p in batch])}
+        tensors = {"tokens": torch.cat(ids), "length": torch.tensor([len(row) for row in ids]), "prompt": torch.tensor([len(p) for p in batch])}
+        write_whole(file_of(n), lambda name: save_file(tensors, name))
 
     if not finished(run, "responses", settings):
         folder.mkdir(exist_ok=True)
         mark(run, "responses", settings, done=False)
         parts = math.ceil(len(prompts) / rows)
+        writer = copy.deepcopy(target).to(torch.bfloat16) if run.bfloat16 and target.dtype != torch.bfloat16 else target   # half the bytes to stream
 
         def affordable():
+            autoregressive(writer, prompts[:rows], 4)                            # warm-up
             began = time.perf_counter()
-            part(0)
+            write_part(0)
             return min(parts, math.ceil(60 * args.response_minutes * run.world / (time.perf_counter() - began)))
         if args.response_minutes is not None:
             parts = run.decide("response_parts", affordable)
         with run.bar(parts * rows * args.response_tokens, "responses", "token") as bar:
             for n in range(parts):
-                file = folder / f"{n:05d}.safetensors"
-                if n % run.world == run.rank and not file.exists():
-                    tensors = part(n)
-                    write_whole(file, lambda name: save_file(tensors, name))
+                if n % run.world == run.rank and not file_of(n).exists():
+                    write_part(n)
                 bar.update(rows * args.response_tokens)
         run.wait()
         finish(run, "responses", settings)
     rows, prompt_lengths = [], []
     for file in sorted(folder.glob("*.safetensors")):
-        tensors = load_file(file)
+        try:
+            tensors = load_file(file)
+        except SafetensorError as error:
+            raise UserError(f"{file}: damaged ({error}); delete it and responses.settings.json, then --resume") from None
         rows += tensors["tokens"].long().split(tensors["length"].tolist())
         prompt_lengths += tensors["prompt"].tolist()
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
@@ -661,7 +678,7 @@ def train_drafter(run, args, target, tokenizer, ids, trainable, upstream):
                 "gamma": args.gamma, "drafter_steps": args.drafter_steps, "drafter_minutes": args.drafter_minutes, "epochs": args.epochs, "labels": args.labels,
                 "drafter_lr": list(args.drafter_lr), "mask_token": args.mask_token}
     if finished(run, "drafter", settings):
-        return DFlashDrafter.from_pretrained(run.out / "drafter", target)
+        return DFlashDrafter.from_pretrained(run.out / "drafter", target), settings
     drafter = DFlashDrafter.for_target(target, num_layers=args.draft_layers, block_size=args.block_size, mask_token_id=mask_token(args, target, tokenizer))
     drafter.init_weights(target, generator(args.seed, 3))
     drafter.to(run.device)
@@ -688,7 +705,7 @@ def train_drafter(run, args, target, tokenizer, ids, trainable, upstream):
     if run.main:
         drafter.to(target.dtype).save_pretrained(run.out / "drafter")
     finish(run, "drafter", settings)
-    return drafter.to(target.dtype)
+    return drafter.to(target.dtype), settings
 
 
 # ---- command line ------------------------------------------------------------------------------------------------------------------
@@ -737,16 +754,26 @@ def parse(argv=None):
         p.add_argument(f"--{name}", type=kind, metavar="N", help=text)
     p.add_argument("--labels", choices=("soft", "hard"), help="learn the target's distributions, or as in the paper only the tokens of the responses")
     p.add_argument("--epochs", type=float, metavar="N", help="of the drafter's training, instead of --drafter-minutes")
-    p.add_argument("--temperatures", type=float, nargs="+", metavar="T", help="of the responses, in turn (default: 0 0.7 1)")
+    p.add_argument("--temperatures", type=float, nargs="+", metavar="T", help="of the responses, in turn")
     p.add_argument("--target-lr", type=float, nargs=2, metavar=("MUON", "ADAMW"))
     p.add_argument("--drafter-lr", type=learning_rate, nargs=2, metavar=("MUON", "ADAMW"), help="MUON may be none: AdamW for all")
     p.add_argument("--prompts", type=int, default=16, metavar="N", help="benchmark: prompts a domain")
     args = p.parse_args(argv)
-    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    args.preset = "pretrained" if args.target else args.preset or ("gpu" if args.device == "cuda" else "cpu")
+    args.device = find_device(args.device)
+    args.preset = "pretrained" if args.target else args.preset or ("gpu" if args.device.type == "cuda" else "cpu")
+    timed = args.drafter_minutes or args.drafter_steps
     for name, value in PRESETS[args.preset].items():
-        if getattr(args, name) is None:
+        if getattr(args, name) is None and not (name == "epochs" and timed):
             setattr(args, name, value)
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    for names, least in ((("layers", "draft_layers"), 1), (("block_size",), 2), (("sequence_length", "prompt_tokens", "response_tokens", "responses",
+                         "response_batch", "anchors", "prompts", "target_steps", "drafter_steps"), 1), (("batch", "draft_batch"), world), (("seed",), 0)):
+        for name in names:
+            if getattr(args, name) is not None and getattr(args, name) < least:
+                raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)} is too small: at least {least}")
+    if not args.target and (args.heads % args.kv_heads or args.hidden_size % args.heads or args.hidden_size // args.heads % 2):
+        raise UserError(f"--hidden-size {args.hidden_size}, --heads {args.heads} and --kv-heads {args.kv_heads} do not fit: heads must be a multiple "
+                        "of kv-heads, and hidden-size an even multiple of heads")
     return args
 
 
@@ -758,17 +785,24 @@ def main(argv=None):
     args = parse(argv)
     run = Run(args)
     if args.target:
-        target, tokenizer, prompts, settings = pretrained_target(run, args)
+        target, tokenizer, prompts, settings, heldout = pretrained_target(run, args)
+        mask_token(args, target, tokenizer)                                      # now, not after hours of responses
     else:
         tokenizer, ids, heldout, settings = make_text(run, args)
         target, settings = train_target(run, args, tokenizer, ids, heldout, settings)
         begin = torch.randint(len(ids) - args.prompt_tokens, (args.responses,), generator=generator(args.seed, 2))
         prompts = [ids[i:i + args.prompt_tokens].tolist() for i in begin]
     ids, trainable, settings = make_responses(run, args, target, tokenizer, prompts, settings)
-    drafter = train_drafter(run, args, target, tokenizer, ids, trainable, settings)
-    if run.main:
-        run_benchmark(run.out, target, {"dflash": drafter}, tokenizer, run.out / "heldout.jsonl", prompts=args.prompts, prompt_tokens=args.prompt_tokens)
-    run.wait()
+    if args.target and run.main:
+        write_lines(run.out / "heldout.jsonl", heldout)
+    drafter, settings = train_drafter(run, args, target, tokenizer, ids, trainable, settings)
+    settings = {**settings, "prompts": args.prompts}
+    if not finished(run, "benchmark", settings):
+        if run.main:
+            run_benchmark(run.out, target, {"dflash": drafter}, tokenizer, run.out / "heldout.jsonl", prompts=args.prompts, prompt_tokens=args.prompt_tokens)
+        finish(run, "benchmark", settings)
+    if run.world > 1:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
