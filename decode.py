@@ -421,20 +421,20 @@ def parser():
     p.add_argument("--data", metavar="FILE", help="--bench: prompts from a text or .jsonl file (default: OUT/heldout.jsonl)")
     p.add_argument("--show", action="store_true", help="colour the text: accepted drafts, bonus tokens, rejected drafts")
     p.add_argument("--plain", action="store_true", help="decode without the drafter")
-    p.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
+    p.add_argument("--max-new-tokens", type=int, default=192, metavar="N")
     p.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default: 0; --bench: 0 and 1)")
     p.add_argument("--top-k", type=int, metavar="K")
     p.add_argument("--top-p", type=float, metavar="P")
     p.add_argument("--block-size", type=int, metavar="B", help="tokens verified at once (default: the drafter's)")
     p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--prompts", type=int, default=16, metavar="N", help="--bench: prompts a domain")
+    p.add_argument("--prompts", type=int, default=10, metavar="N", help="--bench: prompts a domain")
     p.add_argument("--prompt-tokens", type=int, default=64, metavar="N", help="--bench: tokens a prompt")
     p.add_argument("--device", help="cpu, cuda, ... (default: cuda where there is one)")
     p.add_argument("--dtype", choices=DTYPES, help="default: the files' own")
     return p
 
 
-def run_benchmark(out, target, drafters, tokenizer, prompts_file, *, prompts=16, prompt_tokens=64, max_new_tokens=128, temperatures=(0.0, 1.0),
+def run_benchmark(out, target, drafters, tokenizer, prompts_file, *, prompts, prompt_tokens, max_new_tokens, temperatures=(0.0, 1.0),
                   block_size=None, seed=0, **how):
     """Benchmarks, prints the table, writes out/report.json."""
     Path(out).mkdir(parents=True, exist_ok=True)

@@ -57,7 +57,7 @@ def dense(mask_mod, B, Q, KV, device, dtype=torch.float32):
     broadcasting evaluates them; `create_mask` goes through vmap and costs as much as a whole small layer.)"""
     b, q, kv = (torch.arange(n, device=device) for n in (B, Q, KV))
     visible = mask_mod(b.view(-1, 1, 1, 1), torch.zeros((), dtype=torch.int64, device=device), q.view(-1, 1), kv)
-    return torch.zeros((), dtype=dtype, device=device).where(visible, float("-inf"))
+    return torch.zeros((), dtype=dtype, device=device).where(visible, float("-inf")).expand(B, 1, Q, KV)
 
 
 def make_mask(mask_mod, B, Q, KV, device, dtype=torch.float32):

@@ -395,8 +395,10 @@ def build_optimizers(module, lr):
     named = list(module.named_parameters())
     matrices = [p for name, p in named if muon_lr is not None and p.dim() == 2 and "embed_tokens" not in name and "lm_head" not in name]
     others = [p for _, p in named if not any(p is m for m in matrices)]
-    adamw = torch.optim.AdamW(others, lr=adamw_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    return [(torch.optim.Muon(matrices, lr=muon_lr, weight_decay=0.0, adjust_lr_fn="original"), muon_lr)] * bool(matrices) + [(adamw, adamw_lr)]
+    optimizers = [(torch.optim.AdamW(others, lr=adamw_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True), adamw_lr)]
+    if matrices:
+        optimizers.append((torch.optim.Muon(matrices, lr=muon_lr, weight_decay=0.0, adjust_lr_fn="original"), muon_lr))
+    return optimizers
 
 
 def learning_rate_factor(step, steps, muon):
@@ -757,7 +759,7 @@ def parse(argv=None):
     p.add_argument("--temperatures", type=float, nargs="+", metavar="T", help="of the responses, in turn")
     p.add_argument("--target-lr", type=float, nargs=2, metavar=("MUON", "ADAMW"))
     p.add_argument("--drafter-lr", type=learning_rate, nargs=2, metavar=("MUON", "ADAMW"), help="MUON may be none: AdamW for all")
-    p.add_argument("--prompts", type=int, default=16, metavar="N", help="benchmark: prompts a domain")
+    p.add_argument("--prompts", type=int, default=10, metavar="N", help="benchmark: prompts a domain")
     args = p.parse_args(argv)
     args.device = find_device(args.device)
     args.preset = "pretrained" if args.target else args.preset or ("gpu" if args.device.type == "cuda" else "cpu")
@@ -799,7 +801,8 @@ def main(argv=None):
     settings = {**settings, "prompts": args.prompts}
     if not finished(run, "benchmark", settings):
         if run.main:
-            run_benchmark(run.out, target, {"dflash": drafter}, tokenizer, run.out / "heldout.jsonl", prompts=args.prompts, prompt_tokens=args.prompt_tokens)
+            run_benchmark(run.out, target, {"dflash": drafter}, tokenizer, run.out / "heldout.jsonl", prompts=args.prompts,
+                          prompt_tokens=args.prompt_tokens, max_new_tokens=min(192, args.response_tokens))
         finish(run, "benchmark", settings)
     if run.world > 1:
         dist.destroy_process_group()
