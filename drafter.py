@@ -168,7 +168,7 @@ def default_gamma(block_size):
     return max(1.0, {16: 7.0, 10: 5.0, 8: 4.0}.get(block_size, 1.0 + 0.375 * block_size))
 
 
-def drafter_loss(drafter, target, ids, features, trainable, anchors, valid, gamma, target_hidden=None, chunk=2**26):
+def drafter_loss(drafter, target, ids, features, trainable, anchors, valid, gamma, target_hidden=None, chunk=2**28):
     """Weighted cross-entropy of all blocks of all rows, in one forward pass under the sparse mask.
 
     ids, trainable: (B, S), the text and which of its tokens count as labels; features: (B, S, taps * C); anchors, valid: (B, N).

@@ -715,13 +715,13 @@ def train_drafter(run, args, target, tokenizer, ids, trainable, upstream):
 # Learning rates are Muon's, for matrices, and AdamW's, for the rest, or where Muon's is None for all.
 # cpu: about 15 minutes on 2 cores. gpu: about 100 M parameters on one 24 GB card (the README has the arithmetic).
 PRESETS = {
-    "cpu": dict(vocab_size=1024, layers=8, hidden_size=256, intermediate_size=768, heads=4, kv_heads=2, sequence_length=256, batch=16,
-                target_minutes=5.0, responses=2048, response_minutes=1.5, response_batch=128, response_tokens=192, prompt_tokens=64,
-                draft_layers=5, block_size=10, anchors=24, draft_batch=16, drafter_minutes=6.0,
-                temperatures=[0.0, 0.7, 0.0, 1.0], target_lr=[0.02, 3e-3], drafter_lr=[0.02, 3e-3], labels="soft"),
-    "gpu": dict(vocab_size=16384, layers=12, hidden_size=768, intermediate_size=2304, heads=12, kv_heads=4, sequence_length=1024, batch=32,
-                target_minutes=60.0, responses=65536, response_minutes=20.0, response_batch=256, response_tokens=448, prompt_tokens=64,
-                draft_layers=5, block_size=16, anchors=64, draft_batch=32, drafter_minutes=60.0,
+    "cpu": dict(vocab_size=512, layers=8, hidden_size=256, intermediate_size=768, heads=4, kv_heads=2, sequence_length=256, batch=16,
+                target_minutes=4.5, responses=1536, response_minutes=1.2, response_batch=128, response_tokens=192, prompt_tokens=64,
+                draft_layers=3, block_size=10, anchors=16, draft_batch=16, drafter_minutes=5.5,
+                temperatures=[0.0, 0.7, 0.0, 1.0], target_lr=[0.02, 3e-3], drafter_lr=[0.03, 4e-3], labels="soft"),
+    "gpu": dict(vocab_size=16384, layers=12, hidden_size=768, intermediate_size=2304, heads=12, kv_heads=4, sequence_length=1024, batch=16,
+                target_minutes=15.0, responses=32768, response_minutes=5.0, response_batch=256, response_tokens=448, prompt_tokens=64,
+                draft_layers=5, block_size=16, anchors=64, draft_batch=16, drafter_minutes=20.0,
                 temperatures=[0.0, 0.7, 1.0], target_lr=[0.02, 3e-3], drafter_lr=[0.02, 3e-3], labels="soft"),
     # --target: the paper's values (section 5.1).
     "pretrained": dict(sequence_length=3072, response_tokens=2048, prompt_tokens=256, response_batch=64, draft_layers=5, block_size=16, anchors=512,
