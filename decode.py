@@ -285,31 +285,32 @@ def benchmark(target, drafters, prompts, max_new_tokens, temperatures=(0.0, 1.0)
     methods = {"autoregressive": None, **drafters}
     for drafter in methods.values():                                             # warm-up: compilation, allocation, threads
         speculative(target, drafter, [next(iter(prompts.values()))[0]], min(24, max_new_tokens), **how)
+    median = lambda values: statistics.median(values) if values else None
     for temperature in temperatures:
+        runs = {(domain, method): [] for domain in prompts for method in methods}   # (ms a token, Generation) for each prompt
         for domain, rows in prompts.items():
-            runs = {method: [] for method in methods}                            # (ms a token, Generation) for each prompt
             for i, prompt in enumerate(rows):
                 for method, drafter in methods.items():
                     began = time.perf_counter()
                     out = speculative(target, drafter, [prompt], max_new_tokens, temperature=temperature, stop_ids=stop_ids, seed=[seed + i], **how)
-                    runs[method].append((1e3 * (time.perf_counter() - began) / len(out.tokens[0]), out))
+                    runs[domain, method].append((1e3 * (time.perf_counter() - began) / len(out.tokens[0]), out))
                 if progress:
                     progress(f"{domain}, temperature {temperature:g}")
-            plain = runs["autoregressive"]
-            for method, run in runs.items():
+        for domain in [*prompts, "all"] if len(prompts) > 1 else prompts:
+            pooled = {method: [run for d in prompts if domain in (d, "all") for run in runs[d, method]] for method in methods}
+            for method, run in pooled.items():
                 lengths = Counter(n for _, out in run for n in out.acceptance_lengths[0])
-                histograms[method, temperature] = histograms.get((method, temperature), Counter()) + lengths
+                histograms[method, temperature] = lengths                        # the last domain is all of them
                 tokens = [out.tokens[0] for _, out in run]
-                median = lambda values: statistics.median(values) if values else None
                 results.append({
-                    "domain": domain, "method": method, "temperature": temperature, "prompts": len(rows), "tokens": sum(map(len, tokens)),
+                    "domain": domain, "method": method, "temperature": temperature, "prompts": len(run), "tokens": sum(map(len, tokens)),
                     "tau": sum(n * times for n, times in lengths.items()) / max(1, lengths.total()),
                     "ms_per_token": median([ms for ms, _ in run]),
-                    "speedup": median([ms / own for (ms, _), (own, _) in zip(plain, run)]),
+                    "speedup": median([plain / ms for (plain, _), (ms, _) in zip(pooled["autoregressive"], run)]),
                     "draft_ms": median([ms for _, out in run for ms in out.draft_ms]),
                     "verify_ms": median([ms for _, out in run for ms in out.verify_ms]),
                     "distinct4": distinct4(tokens),
-                    "identical": statistics.mean(own == out.tokens[0] for own, (_, out) in zip(tokens, plain)) if temperature == 0 else None,
+                    "identical": statistics.mean(row == out.tokens[0] for row, (_, out) in zip(tokens, pooled["autoregressive"])) if temperature == 0 else None,
                 })
     return results, histograms
 

@@ -142,7 +142,7 @@ class ModelConfig:
         needed = {"llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")}.get(kind, ())
         if not all(rope.get(field) for field in needed):
             raise UserError(f"{where}: rope_scaling of type {kind} lacks one of {', '.join(needed)}")
-        raw["rope_scaling"] = None if kind == "default" else {"rope_type": kind, **{k: v for k, v in rope.items() if k != "type"}}
+        raw["rope_scaling"] = None if kind == "default" else {"rope_type": kind, **{k: v for k, v in rope.items() if k not in ("type", "rope_theta")}}
         for field, allowed in {"hidden_act": ("silu",), "mlp_bias": (False,), "use_sliding_window": (False,), "partial_rotary_factor": (1.0,),
                                "num_experts": (0,), "quantization_config": (), "pretraining_tp": (1,)}.items():
             if raw.get(field) is not None and raw[field] not in allowed:

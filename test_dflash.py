@@ -238,6 +238,31 @@ def test_logits_equal_transformers(hugging_face, tmp_path):
         torch.testing.assert_close(again(ids).logits, theirs.logits, atol=1e-4, rtol=1e-4)
 
 
+def test_old_and_new_configs_say_the_same():
+    base = dict(model_type="llama", vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, tie_word_embeddings=False)
+    yarn = {"factor": 4.0, "original_max_position_embeddings": 64}
+    old = ModelConfig.from_dict({**base, "rope_theta": 1e6, "rope_scaling": {"type": "yarn", **yarn}})
+    assert old == ModelConfig.from_dict({**base, "rope_theta": 1e6, "rope_scaling": {"rope_type": "yarn", **yarn}})
+    assert old == ModelConfig.from_dict({**base, "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, **yarn}})
+    assert old == ModelConfig.from_dict(old.to_dict()) and old.rope_theta == 1e6 and old.rope_scaling["rope_type"] == "yarn"
+    assert (old.num_key_value_heads, old.head_dim) == (4, 16)
+    assert ModelConfig.from_dict({**base, "model_type": "qwen3"}).head_dim == 128                 # as transformers has it where the file says nothing
+    assert ModelConfig.from_dict({**base, "rope_scaling": None, "head_dim": None}).rope_scaling is None
+
+
+def test_half_precision_decodes(tmp_path):
+    for dtype in (torch.bfloat16, torch.float16):
+        target, drafter = (module.to(dtype) for module in make_pair())
+        target.save_pretrained(tmp_path / "t")
+        drafter.save_pretrained(tmp_path / "d")
+        target = Transformer.from_pretrained(tmp_path / "t")
+        drafter = DFlashDrafter.from_pretrained(tmp_path / "d", target)
+        assert target.dtype == drafter.dtype == dtype
+        for temperature in (0.0, 1.0):
+            out = speculative(target, drafter, PROMPTS, 12, temperature=temperature, seed=0)
+            assert [len(row) for row in out.tokens] == [12] * len(PROMPTS)
+
+
 def test_target_round_trip(tmp_path):
     for tied, dtype in ((True, torch.float32), (False, torch.bfloat16)):
         target, _ = make_pair(tie_word_embeddings=tied)

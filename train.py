@@ -435,6 +435,8 @@ def train(run, stage, module, batch_loss, settings, *, steps, minutes, lr, token
 
     def measured_steps():
         """A few real steps at learning rate zero, for their time; what they leave in the optimizers is dropped."""
+        if run.main:
+            print(f"{stage}: compiling and timing a step, about a minute ...", flush=True)
         times = []
         for step in range(8):
             began = time.perf_counter()
