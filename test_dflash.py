@@ -647,8 +647,9 @@ def test_a_real_token_equal_to_the_mask_id_is_kept(trained):
     token = autoregressive(target, [PROMPTS[1]], 40).tokens[0][3]
     other = DFlashDrafter.for_target(target, num_layers=2, block_size=8, mask_token_id=token)
     other.load_state_dict(drafter.state_dict())
-    out = speculative(target, other.eval(), [PROMPTS[1] + [token]], 40)
-    assert out.tokens == autoregressive(target, [PROMPTS[1] + [token]], 40).tokens and token in out.tokens[0]
+    prompts = [PROMPTS[1], PROMPTS[1] + [token]]                                                  # in the answer, and in the prompt as well
+    out = speculative(target, other.eval(), prompts, 40)
+    assert out.tokens == autoregressive(target, prompts, 40).tokens and token in out.tokens[0]
 
 
 def plain_accept(drafts, best):
@@ -900,13 +901,13 @@ def test_a_killed_run_resumes_to_the_same_weights(finished_run, data, tmp_path):
 
 
 def test_two_processes_train_the_same_weights(data, tmp_path):
-    run_train("--data", data, "--out", tmp_path, *TINY, "--target-steps", "6", "--drafter-steps", "6")
-    run_train("--data", data, "--out", tmp_path / "two", *TINY, "--target-steps", "6", "--drafter-steps", "6",
-              launcher=(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"))
+    flags = [*TINY, "--target-steps", "6", "--drafter-steps", "6", "--float32", "--target-lr", "none", "1e-3", "--drafter-lr", "none", "1e-3"]   # Muon rounds to bfloat16
+    run_train("--data", data, "--out", tmp_path, *flags)
+    run_train("--data", data, "--out", tmp_path / "two", *flags, launcher=(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"))
     for stage in ("target", "drafter"):
         a, b = weights(tmp_path, stage), weights(tmp_path / "two", stage)
-        for name in a:                                                                            # AdamW's first steps magnify what is near zero: by norm (wrong gradients: 0.3)
-            assert (a[name] - b[name]).norm() < 0.02 * a[name].norm(), name
+        for name in a:                                                                            # AdamW magnifies a gradient near zero: so by norm
+            assert (a[name] - b[name]).norm() < 1e-3 * a[name].norm(), name
 
 
 def test_the_gpu_preset_shrunk(data, tmp_path):

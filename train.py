@@ -267,7 +267,7 @@ class Run:
             dist.init_process_group("nccl" if cuda else "gloo", timeout=datetime.timedelta(days=1))    # one may work for long while others wait
         self.out.mkdir(parents=True, exist_ok=True)
         # Matrix products in bfloat16 where the hardware has them, master weights in float32.
-        self.bfloat16 = cuda or has_bfloat16()
+        self.bfloat16 = not args.float32 and (cuda or has_bfloat16())
         # A training step in plain eager PyTorch takes twice as long on either; compiling needs a C++ compiler on the CPU.
         self.compile = torch.compile if args.compile and (cuda or has_compiler()) else lambda function: function
 
@@ -744,6 +744,7 @@ def parse(argv=None):
     p.add_argument("--checkpoint-seconds", type=float, default=60, metavar="N")
     p.add_argument("--device", help="cpu, cuda (default: cuda where there is one)")
     p.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True, help="torch.compile the training steps")
+    p.add_argument("--float32", action="store_true", help="train in float32 where bfloat16 would be faster")
     p.add_argument("--seed", type=int, default=0)
     for name, kind, text in (
             ("vocab-size", int, "tokens of the tokenizer"), ("layers", int, "of the target"), ("hidden-size", int, "of target and drafter"),
@@ -759,8 +760,8 @@ def parse(argv=None):
     p.add_argument("--labels", choices=("soft", "hard"), help="learn the target's distributions, or as in the paper only the tokens of the responses")
     p.add_argument("--epochs", type=float, metavar="N", help="of the drafter's training, instead of --drafter-minutes")
     p.add_argument("--temperatures", type=float, nargs="+", metavar="T", help="of the responses, in turn")
-    p.add_argument("--target-lr", type=float, nargs=2, metavar=("MUON", "ADAMW"))
-    p.add_argument("--drafter-lr", type=learning_rate, nargs=2, metavar=("MUON", "ADAMW"), help="MUON may be none: AdamW for all")
+    for name in ("--target-lr", "--drafter-lr"):
+        p.add_argument(name, type=learning_rate, nargs=2, metavar=("MUON", "ADAMW"), help="MUON may be none: AdamW for all")
     p.add_argument("--prompts", type=int, default=10, metavar="N", help="benchmark: prompts a domain")
     args = p.parse_args(argv)
     args.device = find_device(args.device)
