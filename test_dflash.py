@@ -376,6 +376,9 @@ def test_very_long_runs(kind, tmp_path):
         assert ours.decode(ours.encode(text)) == text
 
 
+MERGES = train_bpe([TEXT * 2], 420, CODE_PATTERN)
+
+
 def naive_bpe(text, vocab_size):
     words = collections.Counter(regex.findall(CODE_PATTERN, text))
     words = {w: [bytes([b]) for b in w.encode()] for w in words}, words
@@ -981,6 +984,18 @@ def test_a_drafter_for_a_pretrained_target(pretrained, data, tmp_path, capsys):
     chats.write_text('{"messages": []')
     done = run_train(*flags, "--data", chats, "--out", tmp_path / "other", check=False)
     assert done.returncode == 2 and "line 1" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_the_mask_token_is_one_that_no_text_uses():
+    target, _ = make_pair(vocab=400)
+    pick = lambda specials, given=None, size=400: train.mask_token(
+        train.parse([*TINY] + (["--mask-token", given] if given else [])), target, Tokenizer.from_merges(MERGES[:size - 256 - len(specials)], specials))
+    assert pick(["<|end|>"], size=380) == 380                                                      # the first padded row
+    assert pick(["<|end|>", "<|im_start|>", "<|reserved_7|>"]) == 399
+    assert pick(["<|end|>", "<|tool|>"], "<|tool|>") == 399 and pick(["<|end|>"], "17") == 17
+    fails(lambda: pick(["<|end|>", "<|tool|>"]), "--mask-token")
+    for unknown in ("<|nope|>", "400", "x1"):
+        fails(lambda: pick(["<|end|>"], unknown), unknown)
 
 
 def test_repeated_documents_are_dropped_before_the_split(tmp_path):
