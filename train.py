@@ -104,7 +104,7 @@ def cut_python(text, indent=0):
 
 def default_corpus(preset):
     """(folders, suffixes) of text that is on every machine: the type stubs of torch and numpy, about 4 MB; for a GPU the sources of both
-    and of the standard library as well, about 70 MB."""
+    and of the standard library as well, about 90 MB."""
     folders = [Path(importlib.util.find_spec(name).origin).parent for name in ("torch", "numpy")]    # find_spec does not import them
     return (folders, (".pyi",)) if preset == "cpu" else ([*folders, sysconfig.get_paths()["stdlib"]], (".py", ".pyi"))
 
