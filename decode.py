@@ -41,7 +41,7 @@ def distribution(logits, temperature, top_k=None, top_p=None):
     probs = logits.softmax(-1)
     if top_p is not None and top_p < 1:
         ordered, index = probs.sort(-1, descending=True)
-        ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= top_p, 0.0)
+        ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= max(top_p, 1e-9), 0.0)
         probs = torch.zeros_like(probs).scatter_(-1, index, ordered)
         probs = probs / probs.sum(-1, keepdim=True)
     return probs
@@ -228,7 +228,7 @@ def check(target, prompts, max_new_tokens, temperature, top_k, top_p, block_size
                             f"max_position_embeddings of {limit}; shorten it or ask for fewer")
     for name, value, good in (("max_new_tokens", max_new_tokens, max_new_tokens >= 1), ("temperature", temperature, 0 <= temperature < math.inf),
                               ("top_k", top_k, top_k is None or top_k >= 1), ("top_p", top_p, top_p is None or 0 < top_p <= 1),
-                              ("block_size", block_size, block_size is None or block_size >= 1)):
+                              ("block_size", block_size, block_size is None or 1 <= block_size <= limit)):
         if not good:
             raise UserError(f"{name} = {value} is out of range")
 
@@ -340,12 +340,13 @@ def read_lines(file):
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     entry = json.loads(line)
-                    if not any(isinstance(entry.get(key), kind) for key, kind in (("messages", list), ("prompt", str), ("text", str))):
+                    fields = {key: entry[key] for key in ("messages", "prompt", "text", "domain") if key in entry}
+                    if not fields.keys() - {"domain"} or not all(isinstance(value, list if key == "messages" else str) for key, value in fields.items()):
                         raise ValueError
                     entries.append(entry)
     except OSError as error:
         raise UserError(f"{file}: cannot be read ({error.strerror})") from None
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, TypeError, RecursionError):
         raise UserError(f"{file}: line {number} is no JSON object with messages, prompt or text") from None
     return entries
 
@@ -388,20 +389,22 @@ def read_prompts(file, tokenizer, prompt_tokens, per_domain):
 GREEN, BLUE, GREY, PLAIN = "\033[32m", "\033[1;34m", "\033[9;90m", "\033[0m"
 
 
-def stream(target, drafter, tokenizer, prompt, max_new_tokens, stop_ids, show, **how):
-    """Prints the text as it is decoded. show: accepted drafts in green, the bonus token in blue, the rejected rest struck out in grey."""
+def stream(target, drafter, tokenizer, text, prompt, max_new_tokens, stop_ids, show, **how):
+    """Prints text, and what follows the prompt's ids as it is decoded. show: accepted drafts in green, the bonus token in blue, the rejected rest struck out in grey."""
     began, made, taken = time.perf_counter(), 0, 0
     decoder = codecs.getincrementaldecoder("utf-8")("replace")                    # a character may be spread over two tokens
     for drafts, accepted, bonus, done in cycles(target, drafter, [prompt], max_new_tokens, stop_ids=stop_ids, **how):
         if bool(done):
             break
+        if taken == 0:
+            print(text, end="")
         drafts, accepted, bonus = drafts[0].tolist(), int(accepted), int(bonus)
         kept = cut((drafts[:accepted] + [bonus])[:max_new_tokens - made], stop_ids)
         made, taken = made + len(kept), taken + 1
         parts = [(GREEN, kept[:accepted]), (BLUE, kept[accepted:])] if show else [("", kept)]
         for colour, tokens in parts:
-            text = decoder.decode(tokenizer.decode_bytes([t for t in tokens if t not in stop_ids]))
-            print(f"{colour}{text}{PLAIN}" if show and text else text, end="", flush=True)
+            piece = decoder.decode(tokenizer.decode_bytes([t for t in tokens if t not in stop_ids]))
+            print(f"{colour}{piece}{PLAIN}" if show and piece else piece, end="", flush=True)
         if show and drafts[accepted:]:
             print(f"{GREY}{tokenizer.decode(drafts[accepted:]).encode('unicode_escape').decode()}{PLAIN}", end="", flush=True)
     print(decoder.decode(b"", final=True))
@@ -464,9 +467,11 @@ def find_device(name=None):
     """The torch.device of that name; None: CUDA where there is one."""
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(f"--device {name}: {str(error).splitlines()[0]}") from None
+        usable = device.type == "cpu" or device.type == "cuda" and (device.index or 0) < torch.cuda.device_count()
+    except RuntimeError:
+        usable = False
+    if not usable:
+        raise UserError(f"--device {name}: not found here; cpu, or cuda where PyTorch sees one")
     return device
 
 
@@ -499,19 +504,16 @@ def main(argv=None):
                       prompt_tokens=args.prompt_tokens, max_new_tokens=args.max_new_tokens,
                       temperatures=(0.0, 1.0) if args.temperature is None else (args.temperature,), **how)
     else:
-        if args.chat:
-            prompt = encode_prompt({"messages": [{"role": "user", "content": args.prompt}]}, tokenizer, None)
-        else:
-            text = args.prompt.encode("utf-8", "replace").decode()
-            prompt = encode_prompt({"prompt": text}, tokenizer, None)
-            print(text, end="", flush=True)
-        stream(target, drafter, tokenizer, prompt, args.max_new_tokens, stop_tokens(target, tokenizer), args.show,
+        text = args.prompt.encode("utf-8", "replace").decode()
+        entry = {"messages": [{"role": "user", "content": text}]} if args.chat else {"prompt": text}
+        stream(target, drafter, tokenizer, "" if args.chat else text, encode_prompt(entry, tokenizer, None), args.max_new_tokens, stop_tokens(target, tokenizer), args.show,
                temperature=args.temperature or 0.0, **how)
 
 
 def run_command(main):
     """Runs a command line: what the user can put right is one line and exit status 2."""
     try:
+        sys.stdout.reconfigure(errors="replace")                                 # a terminal that lacks a character shows a question mark
         main()
     except (UserError, OSError) as error:
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)

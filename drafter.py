@@ -119,10 +119,12 @@ class DFlashDrafter(nn.Module):
         """Opens a published DFlash checkpoint for this target, in the target's dtype and on its device. UserError says what doesn't fit."""
         where, raw = Path(path) / "config.json", read_json(Path(path) / "config.json")
         dflash = raw.get("dflash_config") or {}
+        if not isinstance(dflash, dict):
+            raise UserError(f"{where}: dflash_config = {dflash!r} is no object")
         L, layers = target.config.num_hidden_layers, ModelConfig.from_dict(raw, where)
         block_size, mask = raw.get("block_size", dflash.get("block_size")), dflash.get("mask_token_id", raw.get("mask_token_id"))
         taps = dflash.get("target_layer_ids") or raw.get("target_layer_ids") or default_taps(L, layers.num_hidden_layers)
-        if raw.get("architectures") not in (None, ["DFlashDraftModel"]) or layers.model_type != "qwen3" or not block_size:
+        if raw.get("architectures") not in (None, ["DFlashDraftModel"]) or layers.model_type != "qwen3" or type(block_size) is not int or block_size < 1:
             raise UserError(f"{where}: not a DFlash drafter (architectures {raw.get('architectures')}, model_type {layers.model_type!r}, "
                             f"block_size {block_size}); give the folder that train.py wrote as drafter/, or a published one")
         for name, own, theirs in (("num_target_layers", raw.get("num_target_layers", L), L),
@@ -130,9 +132,9 @@ class DFlashDrafter(nn.Module):
                                     for field in ("hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim"))):
             if own != theirs:
                 raise UserError(f"{where}: this drafter belongs to another target: {name} is {own} here and {theirs} in the target")
-        if not all(0 <= tap < L for tap in taps):
+        if not isinstance(taps, list) or not all(type(tap) is int and 0 <= tap < L for tap in taps):
             raise UserError(f"{where}: target_layer_ids {taps} do not all lie in the target's {L} layers (0 to {L - 1})")
-        if not isinstance(mask, int) or not 0 <= mask < layers.vocab_size:
+        if type(mask) is not int or not 0 <= mask < layers.vocab_size:
             raise UserError(f"{where}: mask_token_id {mask} is no token of a vocabulary of {layers.vocab_size}")
         drafter = empty(lambda: cls(DrafterConfig(layers, block_size, mask, taps, L)), target.device, target.dtype)
         load_weights(drafter, path)

@@ -49,7 +49,7 @@ def read_json(path):
         value = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); is this the folder of a checkpoint?") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise UserError(f"{path}: not valid JSON; the file is damaged, copy or train it again") from None
     if not isinstance(value, dict):
         raise UserError(f"{path}: holds no JSON object; the file is damaged, copy or train it again")
@@ -129,6 +129,11 @@ class ModelConfig:
     def from_dict(cls, raw, where="config.json"):
         """From a config.json's content. What it asks for and we don't have raises UserError with the field and its value."""
         raw = dict(raw)
+        for field, kind in {"rope_parameters": dict, "rope_scaling": dict, "layer_types": list, "rope_theta": (int, float), "rms_norm_eps": (int, float),
+                            "head_dim": int, "max_position_embeddings": int, "num_key_value_heads": int}.items():
+            value = raw.get(field)
+            if value is not None and (not isinstance(value, kind) or isinstance(value, (int, float)) and (isinstance(value, bool) or not value > 0)):
+                raise UserError(f"{where}: {field} = {value!r} is no valid value")
         if raw.get("model_type") not in ("qwen3", "llama", "qwen2"):
             raise UserError(f"{where}: model_type {raw.get('model_type')!r} is not supported (qwen3, llama and qwen2 are)")
         rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})       # transformers 5, and before
@@ -140,7 +145,7 @@ class ModelConfig:
         if unknown:
             raise UserError(f"{where}: rope_scaling field {min(unknown)} = {rope[min(unknown)]!r} is not supported")
         needed = {"llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")}.get(kind, ())
-        if not all(rope.get(field) for field in needed):
+        if not all(isinstance(rope.get(field), (int, float)) and rope[field] > 0 for field in needed):
             raise UserError(f"{where}: rope_scaling of type {kind} lacks one of {', '.join(needed)}")
         raw["rope_scaling"] = None if kind == "default" else {"rope_type": kind, **{k: v for k, v in rope.items() if k not in ("type", "rope_theta")}}
         for field, allowed in {"hidden_act": ("silu",), "mlp_bias": (False,), "use_sliding_window": (False,), "partial_rotary_factor": (1.0,),
@@ -148,12 +153,12 @@ class ModelConfig:
             if raw.get(field) is not None and raw[field] not in allowed:
                 raise UserError(f"{where}: {field} = {raw[field]!r} is not supported")
         if any(layer != "full_attention" for layer in raw.get("layer_types") or ()):
-            raise UserError(f"{where}: layer_types {sorted(set(raw['layer_types']))} are not supported (full_attention is)")
+            raise UserError(f"{where}: layer_types {raw['layer_types']} are not supported (full_attention is)")
         if raw.get("num_key_value_heads") is None:
             raw["num_key_value_heads"] = raw.get("num_attention_heads")
         raw.setdefault("tie_word_embeddings", False)                                   # Hugging Face's own default for these three
         for field in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
-            if not isinstance(raw.get(field), int) or raw[field] < 1:
+            if not isinstance(raw.get(field), int) or isinstance(raw[field], bool) or not 1 <= raw[field] < 2**24:
                 raise UserError(f"{where}: {field} = {raw.get(field)!r} is not a positive number")
         if not raw.get("head_dim"):                                                    # absent: Hugging Face's defaults
             raw["head_dim"] = 128 if raw["model_type"] == "qwen3" else raw["hidden_size"] // raw["num_attention_heads"]

@@ -987,9 +987,8 @@ def test_a_drafter_for_a_pretrained_target(pretrained, data, tmp_path, capsys):
 
 
 def test_the_mask_token_is_one_that_no_text_uses():
-    target, _ = make_pair(vocab=400)
     pick = lambda specials, given=None, size=400: train.mask_token(
-        train.parse([*TINY] + (["--mask-token", given] if given else [])), target, Tokenizer.from_merges(MERGES[:size - 256 - len(specials)], specials))
+        train.parse([*TINY] + (["--mask-token", given] if given else [])), 400, Tokenizer.from_merges(MERGES[:size - 256 - len(specials)], specials))
     assert pick(["<|end|>"], size=380) == 380                                                      # the first padded row
     assert pick(["<|end|>", "<|im_start|>", "<|reserved_7|>"]) == 399
     assert pick(["<|end|>", "<|tool|>"], "<|tool|>") == 399 and pick(["<|end|>"], "17") == 17
@@ -1038,7 +1037,8 @@ def test_bad_checkpoints(tmp_path):
     config = json.loads((tmp_path / "t" / "config.json").read_text())
     for change, *words in (({"model_type": "mamba"}, "model_type", "mamba"), ({"num_experts": 8}, "num_experts", "8"), ({"hidden_act": "gelu"}, "hidden_act"),
                            ({"rope_parameters": {"rope_type": "longrope"}}, "longrope"), ({"use_sliding_window": True}, "use_sliding_window"),
-                           ({"hidden_size": 64}, "shape"), ({"num_hidden_layers": 7}, "missing"), ({"num_hidden_layers": 3}, "no place"), ({"vocab_size": None}, "vocab_size")):
+                           ({"hidden_size": 64}, "shape"), ({"num_hidden_layers": 7}, "missing"), ({"num_hidden_layers": 3}, "no place"), ({"vocab_size": None}, "vocab_size"),
+                           ({"rope_theta": 0}, "rope_theta"), ({"head_dim": "64"}, "head_dim"), ({"hidden_size": True}, "hidden_size"), ({"rope_parameters": [1]}, "rope_parameters")):
         (tmp_path / "t" / "config.json").write_text(json.dumps({**config, **change}))
         fails(lambda: Transformer.from_pretrained(tmp_path / "t"), *words)
     (tmp_path / "t" / "config.json").write_text("{")
@@ -1055,14 +1055,14 @@ def test_a_drafter_of_another_target(tmp_path):
     target.save_pretrained(tmp_path / "t")
     fails(lambda: DFlashDrafter.from_pretrained(tmp_path / "t", target), "not a DFlash drafter")
     config = json.loads((tmp_path / "d" / "config.json").read_text())
-    for change, word in (({"mask_token_id": 61}, "mask_token_id"), ({"target_layer_ids": [1, 6]}, "target_layer_ids")):
+    for change, word in (({"mask_token_id": 61}, "mask_token_id"), ({"target_layer_ids": [1, 6]}, "target_layer_ids"), ({"target_layer_ids": 5}, "target_layer_ids")):
         (tmp_path / "d" / "config.json").write_text(json.dumps({**config, "dflash_config": {**config["dflash_config"], **change}}))
         fails(lambda: DFlashDrafter.from_pretrained(tmp_path / "d", target), word)
 
 
 @pytest.mark.parametrize("prompts, options, words", (
     ([[]], {}, ["empty"]), ([], {}, ["no prompts"]), ([[1] * 500], {}, ["500", "512"]), ([[61]], {}, ["vocabulary"]), ([[1]], dict(temperature=-1), ["temperature"]),
-    ([[1]], dict(top_p=0.0), ["top_p"]), ([[1]], dict(top_k=0), ["top_k"]), ([[1]], dict(block_size=0), ["block_size"]), ([[1], [2]], dict(seed=[1], temperature=1.0), ["seeds"])))
+    ([[1]], dict(block_size=10**8), ["block_size"]), ([[1]], dict(temperature=math.nan), ["temperature"]), ([[1]], dict(top_p=0.0), ["top_p"]), ([[1]], dict(top_k=0), ["top_k"]), ([[1]], dict(block_size=0), ["block_size"]), ([[1], [2]], dict(seed=[1], temperature=1.0), ["seeds"])))
 def test_bad_decoding_input(prompts, options, words):
     fails(lambda: speculative(*make_pair(), prompts, 20, **options), *words)
 
@@ -1075,7 +1075,8 @@ def test_bad_training_input(data, tmp_path):
     flags = ["--out", str(tmp_path / "out"), *TINY]
     for paths, word in (([tmp_path / "nowhere"], "no such file"), ([empty], "text"), ([binary], "text"), ([short], "sequence")):
         fails(lambda: train.main(["--data", *map(str, paths), *flags]), word)
-    for flag, value in (("--kv-heads", "3"), ("--block-size", "1"), ("--batch", "0"), ("--device", "nonsense"), ("--seed", "-1"), ("--vocab-size", "100")):
+    for flag, value in (("--kv-heads", "3"), ("--block-size", "1"), ("--batch", "0"), ("--device", "nonsense"), ("--seed", "-1"), ("--vocab-size", "100"), ("--heads", "0"), ("--gamma", "0"),
+                        ("--response-minutes", "nan"), ("--temperatures", "-1"), ("--mask-token", "zz"), ("--response-tokens", "5000")):
         fails(lambda: train.main(["--data", str(data), *flags, flag, value]), flag.strip("-").replace("-", "_" if flag == "--vocab-size" else "-"))
 
 

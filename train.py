@@ -294,8 +294,9 @@ class Run:
         """Drops the log's lines after the checkpoint that a resumed run starts from: it writes them again."""
         file = self.out / "log.jsonl"
         if self.main and file.exists():
-            lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
-            kept = [line for line in lines if line.endswith("\n") and not (json.loads(line)["stage"] == stage and json.loads(line)["step"] > step)]
+            lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+            after = re.compile(rf'{{"stage": "{stage}", "step": (\d+),')
+            kept = [line for line in lines if line.endswith("\n") and not ((m := after.match(line)) and int(m[1]) > step)]
             write_whole(file, lambda name: Path(name).write_text("".join(kept), encoding="utf-8"))
 
     def bar(self, total, name, unit="step", initial=0):
@@ -332,6 +333,8 @@ def finished(run, stage, settings):
     """Is the stage's result in --out, made with these settings? Refuses a result, or an interrupted one, made with others."""
     file = run.out / f"{stage}.settings.json"
     made = read_json(file) if file.exists() else None
+    if made is not None and not (isinstance(made.get("settings"), dict) and isinstance(made.get("done"), bool)):
+        raise UserError(f"{file}: damaged; delete it to start this stage again")
     run.wait()                                                                   # all have looked before anyone writes
     if made is None:
         return False
@@ -493,7 +496,7 @@ def finish(run, stage, settings):
 def make_text(run, args):
     """Corpus and tokenizer -> (Tokenizer, training ids (N,), held-out ids, settings), written as target/tokenizer.json and heldout.jsonl."""
     training, heldout = split(read_corpus(*((args.data, args.suffixes) if args.data else default_corpus(args.preset))), args.seed)
-    settings = {"corpus": fingerprint([d.text for d in training]), "vocab_size": args.vocab_size}
+    settings = {"seed": args.seed, "corpus": fingerprint([d.text for d in training]), "vocab_size": args.vocab_size}
     folder = run.out / "target"
     done = finished(run, "tokenizer", settings)
     if done:
@@ -503,7 +506,7 @@ def make_text(run, args):
     rows = [[[tokenizer.eos_id, *tokenizer.encode(d.text)] for d in part] for part in (training, heldout)]
     ids = [torch.tensor([i for row in part for i in row]) for part in rows]
     if len(ids[0]) < max(2 * args.sequence_length, args.prompt_tokens + 2):
-        raise UserError(f"the text has {len(ids[0])} tokens, too few for sequences of {args.sequence_length}; give more --data or a smaller --sequence-length")
+        raise UserError(f"the text has {len(ids[0])} tokens beside what is held out, too few for sequences of {args.sequence_length}; give more --data or a smaller --sequence-length")
     if not any(len(row) > args.prompt_tokens for row in rows[1]):
         raise UserError(f"no held-out document has {args.prompt_tokens} tokens for a prompt; give more --data or a smaller --prompt-tokens")
     if not done:
@@ -542,7 +545,7 @@ def train_target(run, args, tokenizer, ids, heldout, upstream):
         vocab_size=tokenizer.vocab_size, hidden_size=args.hidden_size, intermediate_size=args.intermediate_size, num_hidden_layers=args.layers,
         num_attention_heads=args.heads, num_key_value_heads=args.kv_heads, head_dim=args.hidden_size // args.heads, eos_token_id=tokenizer.eos_id)
     S = args.sequence_length
-    settings = {**upstream, "seed": args.seed, "hidden_size": args.hidden_size, "layers": args.layers, "intermediate_size": args.intermediate_size,
+    settings = {**upstream, "hidden_size": args.hidden_size, "layers": args.layers, "intermediate_size": args.intermediate_size,
                 "heads": args.heads, "kv_heads": args.kv_heads, "sequence_length": S, "batch": args.batch, "target_steps": args.target_steps,
                 "target_minutes": args.target_minutes, "target_lr": list(args.target_lr)}
     if finished(run, "target", settings):
@@ -603,7 +606,7 @@ def pretrained_target(run, args):
         raise UserError(f"--data holds no prompt of at most {room} tokens (--sequence-length less --response-tokens)")
     weights = sorted((file.name, file.stat().st_size) for file in Path(args.target).glob("*.safetensors"))
     return target, tokenizer, prompts, {"target": str(Path(args.target).resolve()), "weights": fingerprint([str(weights), (Path(args.target) / "config.json").read_text()]),
-                                        "prompts": fingerprint([str(prompts)])}, heldout
+                                        "prompts": fingerprint([str(prompts)]), "seed": args.seed}, heldout
 
 
 def make_responses(run, args, target, tokenizer, prompts, upstream):
@@ -656,20 +659,22 @@ def make_responses(run, args, target, tokenizer, prompts, upstream):
             raise UserError(f"{file}: damaged ({error}); delete it and responses.settings.json, then --resume") from None
         rows += tensors["tokens"].long().split(tensors["length"].tolist())
         prompt_lengths += tensors["prompt"].tolist()
+    if not rows:
+        raise UserError(f"{folder}: holds no responses; delete responses.settings.json to make them again")
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     place = torch.arange(ids.shape[1])
     return ids, (place >= torch.tensor(prompt_lengths)[:, None]) & (place < torch.tensor([len(row) for row in rows])[:, None]), settings
 
 
-def mask_token(args, target, tokenizer):
+def mask_token(args, vocab_size, tokenizer):
     """The id that stands for "to be drafted": --mask-token, else an id of the padded embedding that no token uses, else a special token
     that no text uses. Text may still contain it: it is only ever the drafter's input, nothing is stripped."""
     if args.mask_token is not None:
         known = tokenizer.special_ids.get(args.mask_token)
-        if known is None and not (args.mask_token.isdecimal() and int(args.mask_token) < target.config.vocab_size):
-            raise UserError(f"--mask-token {args.mask_token}: neither a special token of this tokenizer nor an id below {target.config.vocab_size}")
+        if known is None and not (args.mask_token.isdecimal() and int(args.mask_token) < vocab_size):
+            raise UserError(f"--mask-token {args.mask_token}: neither a special token of this tokenizer nor an id below {vocab_size}")
         return int(args.mask_token) if known is None else known
-    if tokenizer.vocab_size < target.config.vocab_size:
+    if tokenizer.vocab_size < vocab_size:
         return tokenizer.vocab_size
     for name, token in tokenizer.special_ids.items():
         if re.search(r"mask|reserved|unused|extra", name, re.I):
@@ -683,7 +688,8 @@ def train_drafter(run, args, target, tokenizer, ids, trainable, upstream):
                 "drafter_lr": list(args.drafter_lr), "mask_token": args.mask_token}
     if finished(run, "drafter", settings):
         return DFlashDrafter.from_pretrained(run.out / "drafter", target), settings
-    drafter = DFlashDrafter.for_target(target, num_layers=args.draft_layers, block_size=args.block_size, mask_token_id=mask_token(args, target, tokenizer))
+    drafter = DFlashDrafter.for_target(target, num_layers=args.draft_layers, block_size=args.block_size, 
+                                      mask_token_id=mask_token(args, target.config.vocab_size, tokenizer))
     drafter.init_weights(target, generator(args.seed, 3))
     drafter.to(run.device)
     target.requires_grad_(False)
@@ -772,10 +778,17 @@ def parse(argv=None):
             setattr(args, name, value)
     world = int(os.environ.get("WORLD_SIZE", 1))
     for names, least in ((("layers", "draft_layers"), 1), (("block_size",), 2), (("sequence_length", "prompt_tokens", "response_tokens", "responses",
-                         "response_batch", "anchors", "prompts", "target_steps", "drafter_steps"), 1), (("batch", "draft_batch"), world), (("seed",), 0)):
+                         "response_batch", "anchors", "prompts", "target_steps", "drafter_steps", "heads", "kv_heads", "hidden_size", "intermediate_size"), 1), (("batch", "draft_batch"), world), (("seed",), 0)):
         for name in names:
             if getattr(args, name) is not None and getattr(args, name) < least:
                 raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)} is too small: at least {least}")
+    for name in ("target_minutes", "response_minutes", "drafter_minutes", "epochs", "gamma"):
+        if getattr(args, name) is not None and not 0 < getattr(args, name) < math.inf:
+            raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)} is out of range: more than 0")
+    if not all(0 <= temperature < math.inf for temperature in args.temperatures):
+        raise UserError(f"--temperatures {args.temperatures} are out of range: at least 0")
+    if not args.target and args.prompt_tokens + args.response_tokens > ModelConfig.max_position_embeddings:
+        raise UserError(f"--prompt-tokens and --response-tokens together exceed the target's {ModelConfig.max_position_embeddings} positions")
     if not args.target and (args.heads % args.kv_heads or args.hidden_size % args.heads or args.hidden_size // args.heads % 2):
         raise UserError(f"--hidden-size {args.hidden_size}, --heads {args.heads} and --kv-heads {args.kv_heads} do not fit: heads must be a multiple "
                         "of kv-heads, and hidden-size an even multiple of heads")
@@ -783,6 +796,8 @@ def parse(argv=None):
 
 
 def learning_rate(text):
+    if text != "none" and not 0 <= float(text) < math.inf:
+        raise ValueError
     return None if text == "none" else float(text)
 
 
@@ -791,9 +806,10 @@ def main(argv=None):
     run = Run(args)
     if args.target:
         target, tokenizer, prompts, settings, heldout = pretrained_target(run, args)
-        mask_token(args, target, tokenizer)                                      # now, not after hours of responses
+        mask_token(args, target.config.vocab_size, tokenizer)                    # refused now, not after hours
     else:
         tokenizer, ids, heldout, settings = make_text(run, args)
+        mask_token(args, tokenizer.vocab_size, tokenizer)
         target, settings = train_target(run, args, tokenizer, ids, heldout, settings)
         begin = torch.randint(len(ids) - args.prompt_tokens, (args.responses,), generator=generator(args.seed, 2))
         prompts = [ids[i:i + args.prompt_tokens].tolist() for i in begin]
