@@ -18,7 +18,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from kernels import context_and_block, dflash_training, make_mask
-from model import DTYPES, KVCache, Layer, ModelConfig, RMSNorm, Rope, UserError, empty, init_weights, load_weights, read_json, save_weights, stored_dtype, write_json
+from model import DTYPES, Layer, ModelConfig, RMSNorm, Rope, UserError, empty, init_weights, load_weights, read_json, save_weights, write_json
 
 
 def default_taps(num_target_layers, taps=5):
