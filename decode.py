@@ -12,6 +12,7 @@ import argparse
 import codecs
 import json
 import math
+import platform
 import statistics
 import sys
 import time
@@ -22,6 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
 from drafter import DFlashDrafter
 from model import DTYPES, KVCache, Tokenizer, Transformer, UserError, write_json
@@ -442,7 +444,6 @@ def run_benchmark(out, target, drafters, tokenizer, prompts_file, *, prompts, pr
                   block_size=None, seed=0, **how):
     """Benchmarks, prints the table, writes out/report.json."""
     Path(out).mkdir(parents=True, exist_ok=True)
-    from tqdm import tqdm
     rows = read_prompts(prompts_file, tokenizer, prompt_tokens, prompts)
     with tqdm(total=len(temperatures) * sum(map(len, rows.values())), desc="benchmark", unit="prompt") as bar:
         def progress(what):
@@ -481,7 +482,6 @@ def device_name(device):
     try:
         model = [line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")][0]
     except (OSError, IndexError):
-        import platform
         model = platform.processor() or platform.machine()
     return f"{model}, {torch.get_num_threads()} threads"
 

@@ -18,7 +18,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from kernels import context_and_block, dflash_training, make_mask
-from model import DTYPES, Layer, ModelConfig, RMSNorm, Rope, UserError, empty, init_weights, load_weights, read_json, save_weights, write_json
+from model import Layer, ModelConfig, RMSNorm, Rope, UserError, empty, init_weights, load_weights, read_json, save_model
 
 
 def default_taps(num_target_layers, taps=5):
@@ -142,11 +142,9 @@ class DFlashDrafter(nn.Module):
 
     def save_pretrained(self, path):
         """Writes the layout that the published code, vLLM (method dflash) and SGLang (algorithm DFLASH) read."""
-        Path(path).mkdir(parents=True, exist_ok=True)
-        save_weights(self, path)
-        config, dtype = self.config, next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
-        write_json(Path(path) / "config.json", {
-            **config.layers.to_dict(), "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "dtype": dtype, "torch_dtype": dtype,
+        config = self.config
+        save_model(self, path, {
+            **config.layers.to_dict(), "architectures": ["DFlashDraftModel"], "model_type": "qwen3",
             "block_size": config.block_size, "num_target_layers": config.num_target_layers,
             "layer_types": ["full_attention"] * config.layers.num_hidden_layers,
             "dflash_config": {"block_size": config.block_size, "mask_token_id": config.mask_token_id, "target_layer_ids": config.target_layer_ids}})

@@ -83,9 +83,13 @@ def load_weights(module, path):
         raise UserError(f"{path}: parameter {min(missing)} is missing; copy the checkpoint again")
 
 
-def save_weights(module, path):
+def save_model(module, path, config):
+    """Writes path/model.safetensors and path/config.json: config, and the dtype under its new and its old key."""
+    Path(path).mkdir(parents=True, exist_ok=True)
     state = {name: parameter.detach().contiguous() for name, parameter in module.named_parameters()}  # tied ones once
     write_whole(Path(path) / "model.safetensors", lambda name: save_file(state, name, metadata={"format": "pt"}))
+    dtype = next(name for name, dtype in DTYPES.items() if dtype == module.dtype)
+    write_json(Path(path) / "config.json", {**config, "dtype": dtype, "torch_dtype": dtype})
 
 
 def stored_dtype(path):
@@ -227,7 +231,7 @@ def rotate(x, cos, sin):
 # ---- the Transformer ---------------------------------------------------------------------------------------------------------
 
 class KVCache:
-    """Preallocated keys and values: (layers, B, length, K, D) each. A rollback moves a length that the caller holds, it copies nothing:
+    """Preallocated keys and values: (layers, B * length, K, D) each. A rollback moves a length that the caller holds, it copies nothing:
     what lies at or past a row's length is never seen (see the masks in kernels.py) and is written over by the next pass."""
 
     def __init__(self, config, batch, length, device, dtype):
@@ -386,10 +390,7 @@ class Transformer(nn.Module):
 
     def save_pretrained(self, path):
         """Writes a directory that transformers' AutoModelForCausalLM opens as is."""
-        Path(path).mkdir(parents=True, exist_ok=True)
-        save_weights(self, path)
-        name = next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
-        write_json(Path(path) / "config.json", {**self.config.to_dict(), "dtype": name, "torch_dtype": name})  # new key, old key
+        save_model(self, path, self.config.to_dict())
 
 
 def init_weights(module, generator):

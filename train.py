@@ -522,17 +522,22 @@ def write_lines(path, entries):
     write_whole(path, lambda name: Path(name).write_text("".join(json.dumps(entry) + "\n" for entry in entries), encoding="utf-8"))
 
 
+def epoch_places(step, batch, rows):
+    """(epoch, place in it) of each row of a step's batch, with `rows` rows an epoch; and the epochs among them."""
+    places = [divmod(i, rows) for i in range(step * batch, (step + 1) * batch)]
+    return places, {epoch for epoch, _ in places}
+
+
 def window_batch(ids, length, batch, seed, stage_id, step):
     """Rows of `length` + 1 consecutive tokens: epoch by epoch, each time cut at another offset and in another order. (batch, length + 1)"""
     windows = max(1, (len(ids) - 1) // length - 1)
-    rows = []
-    for i in range(step * batch, (step + 1) * batch):
-        epoch, place = divmod(i, windows)
+    places, epochs = epoch_places(step, batch, windows)
+    cuts = {}
+    for epoch in epochs:
         g = generator(seed, stage_id, epoch)
-        offset = torch.randint(max(1, len(ids) - windows * length), (), generator=g)
-        begin = int(offset) + int(torch.randperm(windows, generator=g)[place]) * length
-        rows.append(ids[begin:begin + length + 1])
-    return torch.stack(rows)
+        cuts[epoch] = int(torch.randint(max(1, len(ids) - windows * length), (), generator=g)), torch.randperm(windows, generator=g)
+    begins = [offset + int(order[place]) * length for (offset, order), place in ((cuts[epoch], place) for epoch, place in places)]
+    return torch.stack([ids[begin:begin + length + 1] for begin in begins])
 
 
 def share(run, rows):
@@ -688,7 +693,7 @@ def train_drafter(run, args, target, tokenizer, ids, trainable, upstream):
                 "drafter_lr": list(args.drafter_lr), "mask_token": args.mask_token}
     if finished(run, "drafter", settings):
         return DFlashDrafter.from_pretrained(run.out / "drafter", target), settings
-    drafter = DFlashDrafter.for_target(target, num_layers=args.draft_layers, block_size=args.block_size, 
+    drafter = DFlashDrafter.for_target(target, num_layers=args.draft_layers, block_size=args.block_size,
                                       mask_token_id=mask_token(args, target.config.vocab_size, tokenizer))
     drafter.init_weights(target, generator(args.seed, 3))
     drafter.to(run.device)
@@ -703,8 +708,8 @@ def train_drafter(run, args, target, tokenizer, ids, trainable, upstream):
             return drafter_loss(drafter, target, rows, features, trainable, anchors, valid, gamma, hidden if args.labels == "soft" else None)
 
     def batch_loss(step):
-        places = [divmod(i, R) for i in range(step * args.draft_batch, (step + 1) * args.draft_batch)]
-        order = {epoch: torch.randperm(R, generator=generator(args.seed, 4, epoch)) for epoch in {epoch for epoch, _ in places}}
+        places, epochs = epoch_places(step, args.draft_batch, R)
+        order = {epoch: torch.randperm(R, generator=generator(args.seed, 4, epoch)) for epoch in epochs}
         rows = torch.stack([order[epoch][place] for epoch, place in places])
         anchors, valid = sample_anchors(trainable[rows], args.anchors, generator(args.seed, 5, step))
         return loss_of(*(share(run, x).to(run.device) for x in (ids[rows], trainable[rows], anchors, valid)))
