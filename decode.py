@@ -16,7 +16,7 @@ import platform
 import statistics
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -70,6 +70,8 @@ def accept_sampled(drafts, q, p, u_accept, u_bonus):
     Draft x is kept with probability min(1, p(x) / q(x)). At the first one that is not, the bonus token comes from
     norm(max(p - q, 0)); where all are kept, from p itself.
     """
+    if drafts.shape[1] == 0:
+        return torch.zeros_like(drafts[:, 0:].sum(1)), draw(p[:, 0], u_bonus[:, 0])
     at_draft = drafts[..., None]
     keep = u_accept * q.gather(2, at_draft)[..., 0] < p[:, :-1].gather(2, at_draft)[..., 0]
     accepted = keep.cumprod(1).sum(1)                                            # (B,)
@@ -112,18 +114,103 @@ class Stopwatch:
         else:
             self.marks.append(time.perf_counter())
 
-    def spans(self):
-        if self.cuda and self.marks:
-            self.marks[-1].synchronize()
-        pairs = zip(self.marks, self.marks[1:])
-        return [a.elapsed_time(b) if self.cuda else 1e3 * (b - a) for a, b in pairs]
+    def cycle(self, i):
+        """Cycle i's milliseconds for drafting and for verifying: it has marked its beginning, the end of the draft, and its end."""
+        began, drafted, ended = self.marks[3 * i:3 * i + 3]
+        if self.cuda:
+            ended.synchronize()
+            return began.elapsed_time(drafted), drafted.elapsed_time(ended)
+        return 1e3 * (drafted - began), 1e3 * (ended - drafted)
+
+
+class Captured:
+    """A function of tensors on CUDA. For each combination of shapes the first two calls run as they are (kernels compile, memory is reserved), the third is
+    captured as a CUDA graph, and from there on the host launches that one graph instead of hundreds of kernels."""
+
+    def __init__(self, function):
+        self.function, self.calls, self.graphs = function, Counter(), {}
+
+    def __call__(self, *args):
+        shapes = tuple(arg.shape for arg in args)
+        self.calls[shapes] += 1
+        if self.calls[shapes] <= 2:
+            return self.function(*args)
+        if shapes not in self.graphs:
+            inputs, graph = [arg.clone() for arg in args], torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                outputs = self.function(*inputs)
+            self.graphs[shapes] = graph, inputs, outputs
+        graph, inputs, outputs = self.graphs[shapes]
+        for mine, new in zip(inputs, args):
+            mine.copy_(new)
+        graph.replay()
+        return [output.clone() for output in outputs]                            # the next replay writes over its own
+
+
+class Pace:
+    """block_size="auto": how many tokens the target reads next, of which one, without a draft, is plain decoding.
+
+    Every choice has an expected number of tokens and a cost. The costs are the milliseconds seen in this call. Reading n tokens gives 1 + the sum over
+    k < n of the probability that drafts 1..k are all kept; the drafter's confidence in each slot stands for its part of that, raised to a power
+    that is adjusted until it predicts what was kept so far. Where drafts don't pay, plain cycles go on for a while, and then one draft looks again.
+
+    The output stays exact. All that a choice depends on is decided text, times, and q, the drafter's distributions, which are functions of decided text; never the tokens
+    that were drawn from q and are about to be judged. (A rule that read less of the block where a draft looks unlikely would favour likely ones.)
+    """
+
+    def __init__(self, sizes):
+        self.sizes = np.array(sizes)                                             # ascending, 1 first, the whole block last
+        self.draft_ms, self.verify_ms = deque(maxlen=8), {}                      # recent ones; the least of them counts, noise only adds
+        self.power, self.tokens, self.ms = 1.0, 0.0, 0.0                         # tokens, ms: of a cycle with a draft, moving averages
+        self.drafting, self.drafted, self.wait, self.pause = True, 0, 0, 4
+
+    def cost(self, n):
+        """Milliseconds of the target's pass over n tokens: measured, or between its measured neighbours."""
+        known = sorted(self.verify_ms)
+        return np.interp(n, known, [min(self.verify_ms[k]) for k in known])
+
+    def choose(self, confidence):
+        """(rows, block - 1) on the CPU -> how many tokens to read."""
+        kept = (confidence.cpu().double() ** self.power).cumprod(1).mean(0).numpy()                   # that drafts 1..k are all kept
+        expected = 1 + np.concatenate(([0.0], kept.cumsum()))[self.sizes - 1]
+        best = len(self.sizes) - 1
+        if 1 in self.verify_ms:
+            best = int(np.argmax(expected - self.rate() * self.cost(self.sizes)))    # what it gives less what the time would give elsewhere
+        self.expected = dict(zip(self.sizes.tolist(), expected))
+        return int(self.sizes[best])
+
+    def rate(self):
+        """Tokens a millisecond, the best way so far."""
+        return max(1 / self.cost(1), self.tokens / self.ms)
+
+    def update(self, drafted, n, draft_ms, verify_ms, kept):
+        """What a cycle took and gave: kept, the mean over its rows."""
+        self.verify_ms.setdefault(n, deque(maxlen=8)).append(verify_ms)
+        if not drafted:
+            self.wait -= 1
+            self.drafting = self.wait <= 0
+            return
+        self.draft_ms.append(draft_ms)
+        self.drafted += 1
+        expected = self.expected[n]
+        self.power = min(max(self.power * math.exp(0.05 * (expected - kept)), 0.1), 100.0)
+        weight = 0.3 if self.drafting and self.ms and self.wait == 0 else 1.0
+        self.tokens += weight * ((expected + kept) / 2 - self.tokens)
+        self.ms += weight * (min(self.draft_ms) + self.cost(n) - self.ms)
+        if self.drafted == 2:                                                    # the first one also read the prompt
+            self.drafting, self.wait = False, 1                                  # for the cost of a plain cycle
+        elif 1 in self.verify_ms:
+            if self.tokens / self.ms >= 1 / self.cost(1):
+                self.pause, self.wait = 4, 0
+            else:
+                self.drafting, self.wait, self.pause = False, self.pause, min(2 * self.pause, 32)
 
 
 @dataclass
 class Generation:
     tokens: list                # rows of new token ids; a stop token is included and ends its row; at most max_new_tokens
     acceptance_lengths: list    # rows of draft tokens accepted + 1, one a cycle, as verified (the last one before the end is cut)
-    draft_ms: list = field(default_factory=list)     # a cycle
+    draft_ms: list = field(default_factory=list)     # a cycle with drafts
     verify_ms: list = field(default_factory=list)    # a cycle, acceptance included
 
     @property
@@ -140,8 +227,23 @@ class Cycle(NamedTuple):
     done: torch.Tensor          # (B,) rows that had ended before: theirs does not count
 
 
+class Recent(NamedTuple):
+    """What `Pace` learns from a cycle."""
+    cycle: int
+    confidence: torch.Tensor | None     # (B, block - 1); None: no draft
+    n: int                              # tokens read
+    accepted: torch.Tensor              # (B,)
+    done: torch.Tensor                  # (B,) before the cycle
+
+
+def fixed_shapes(device):
+    """On CUDA every cycle has the same shapes and asks nothing of the host, which looks at the results every CHECK_EVERY cycles. Elsewhere host and device
+    are one, and each pass is cut to what it needs."""
+    return device.type == "cuda"
+
+
 @torch.inference_mode()
-def cycles(target, drafter, prompts, max_new_tokens, *, block_size=None, temperature=0.0, top_k=None, top_p=None, stop_ids=(), seed=None, watch=None):
+def cycles(target, drafter, prompts, max_new_tokens, *, block_size=None, temperature=0.0, top_k=None, top_p=None, stop_ids=(), seed=None, graphs=True, watch=None):
     """The decoding loop. Yields a Cycle for the prefill (no drafts, the first token as bonus), then one for each cycle.
 
     Each row advances at its own pace: row b has length[b] tokens in the cache, its anchor is the next. A rejection needs no clean-up: the
@@ -149,70 +251,102 @@ def cycles(target, drafter, prompts, max_new_tokens, *, block_size=None, tempera
     """
     check(target, prompts, max_new_tokens, temperature, top_k, top_p, block_size)
     device, B = target.device, len(prompts)
-    block = 1 if drafter is None else block_size or drafter.config.block_size
+    fixed, watch = fixed_shapes(device), watch or Stopwatch(device)
+    block = 1 if drafter is None else drafter.config.block_size if block_size in (None, "auto") else block_size
+    sizes = [1, *(n for n in range(2, block) if not fixed or n & (n - 1) == 0), block]    # on CUDA each has its own graph
+    pace = Pace(sizes) if block_size == "auto" and block > 1 else None
     taps = drafter.config.target_layer_ids if block > 1 else ()
-    count = torch.tensor([len(prompt) for prompt in prompts], device=device)     # (B,) tokens read by the last pass that are kept
-    width = int(max(len(prompt) for prompt in prompts))
+    lengths = [len(prompt) for prompt in prompts]
+    width = max(lengths)
     capacity = width + max_new_tokens + 2 * block                                # a row that has ended may overhang by two blocks
     cache = KVCache(target.config, B, capacity, device, target.dtype)
     drafter_cache = KVCache(drafter.config.layers, B, capacity + 1, device, target.dtype) if block > 1 else None
     stops = torch.tensor(sorted(stop_ids), device=device, dtype=torch.int64)
-    row, slot = torch.arange(B, device=device), torch.arange(block, device=device)
+    row, slot = torch.arange(B, device=device), torch.arange(max(block, width), device=device)
     u = uniforms(seed, B, max_new_tokens + 2 * block).to(device) if temperature > 0 else None
+
+    def uniforms_of(made, n):
+        """(B, n, 3): those of each row's next n tokens."""
+        return u[row[:, None], made[:, None] + slot[:n]]
+
+    def context(ids, start, count, features):
+        """What the drafter gets to read of a pass of the target: the tokens (B, n), their positions (B, n), -1 for those that are not kept, and the features."""
+        places = torch.where(slot[:ids.shape[1]] < count[:, None], start[:, None] + slot[:ids.shape[1]], -1)
+        return () if block == 1 else (ids, places) if features is None else (ids, places, features)
+
+    def draft(anchor, length, made, *unread, end=None):
+        """-> drafts (B, block - 1); what they were drawn from, q (B, block - 1, V); and how likely each was to be kept, before it was drawn (B, block - 1)."""
+        def pick(logits, first):
+            if u is None:
+                return logits.argmax(-1), logits
+            q = distribution(logits, temperature, top_k, top_p)
+            return draw(q, uniforms_of(made + first, logits.shape[1])[..., 1]), q
+        drafts, q = drafter.draft(target, anchor, length, unread, drafter_cache, block, end, pick)
+        confidence = length if pace is None else q.softmax(-1).amax(-1) if u is None else q.square().sum(-1)
+        return drafts, q, confidence
+
+    def verify(drafts, q, anchor, length, made, done, end=None):
+        """The target reads anchor and drafts at once; its logits at slot k judge the draft in slot k + 1.
+        -> accepted, bonus; the rows' new state: length, made, done; and what the drafter has to read: see `context`."""
+        n, ids = drafts.shape[1] + 1, torch.cat((anchor[:, None], drafts), 1)
+        hidden, features = target(ids, length, cache, taps, end)
+        logits = target.logits(hidden)                                           # (B, n, V)
+        if u is None:
+            accepted, bonus = accept_greedy(drafts, logits)
+        else:
+            now = uniforms_of(made, n)
+            accepted, bonus = accept_sampled(drafts, q, distribution(logits, temperature, top_k, top_p), now[:, :-1, 2], now[..., 0])
+        count = torch.where(done, 0, accepted + 1)
+        made = made + count
+        stopped = torch.isin(bonus, stops) | (torch.isin(drafts, stops) & (slot[:n - 1] < accepted[:, None])).any(1)
+        return accepted, bonus, length + count, made, done | stopped | (made >= max_new_tokens), *context(ids, length, count, features)
+
+    if fixed and graphs:
+        draft, verify = Captured(draft), Captured(verify)
 
     # Prefill: rows of different lengths padded on the right; causality keeps the padding unseen, the first decoded tokens overwrite it.
     ids = torch.tensor([list(prompt) + [0] * (width - len(prompt)) for prompt in prompts], device=device)
-    start = torch.zeros(B, dtype=torch.int64, device=device)                     # (B,) position of the last pass's first token
+    start, length = torch.zeros(B, dtype=torch.int64, device=device), torch.tensor(lengths, device=device)     # (B,): the anchor's position
     hidden, features = target(ids, start, cache, taps, end=width)
-    logits = target.logits(hidden[row, count - 1])                               # (B, V)
+    logits = target.logits(hidden[row, length - 1])                              # (B, V)
     anchor = logits.argmax(-1) if u is None else draw(distribution(logits, temperature, top_k, top_p), u[:, 0, 0])
-    drafts = ids[:, :0]
-    made = torch.ones(B, dtype=torch.int64, device=device)                       # (B,) new tokens so far
-    done = torch.zeros(B, dtype=torch.bool, device=device)
-    yield Cycle(drafts, made - 1, anchor, done)
+    unread = [context(ids, start, length, features)]                             # what the drafter has not read yet
+    made, done = torch.ones_like(length), torch.zeros_like(length, dtype=torch.bool)    # (B,) new tokens so far; rows that have ended
+    no_drafts, no_q = ids[:, :0], logits[:, None][:, :0]
+    yield Cycle(no_drafts, made - 1, anchor, done)
     done = torch.isin(anchor, stops) | (made >= max_new_tokens)
 
+    n, recent = block, []                                                        # recent: cycles that `pace` has not learned from yet
     for cycle in range(max_new_tokens - 1):                                      # each cycle makes at least one token
-        if (device.type != "cuda" or cycle % CHECK_EVERY == 0) and bool(done.all()):
-            break
-        length = start + count                                                   # (B,) the anchor's position
-        # On the CPU the passes look at as much of the cache as is filled; on CUDA at all of it, so that shapes stay fixed.
-        end = None if device.type == "cuda" else int(length.max()) + block
-        if watch:
-            watch.mark()
-        if block > 1:
-            # Draft. Only accepted tokens' features enter the drafter's context.
-            if device.type != "cuda":
-                features = features[:, :int(count.max())]
-            offset = torch.arange(features.shape[1], device=device)
-            places = torch.where(offset < count[:, None], start[:, None] + offset, -1)
-            q = drafter.draft(target, anchor, length, features, places, drafter_cache, block, end)  # (B, block - 1, V)
-            if u is not None:
-                q = distribution(q, temperature, top_k, top_p)
-                index = made[:, None] + slot                                     # (B, block) which new token each slot would be
-                u_now = u.gather(1, index[..., None].expand(-1, -1, 3))          # (B, block, 3)
-                drafts = draw(q, u_now[:, :-1, 1])
-            else:
-                drafts = q.argmax(-1)
-        if watch:
-            watch.mark()
-        # Verify: the target reads anchor and drafts at once; its logits at slot k judge the draft in slot k + 1.
-        hidden, features = target(torch.cat((anchor[:, None], drafts), 1), length, cache, taps, end)
-        logits = target.logits(hidden)                                           # (B, block, V)
-        # Accept.
-        if u is None:
-            accepted, anchor = accept_greedy(drafts, logits)
-        elif block > 1:
-            accepted, anchor = accept_sampled(drafts, q, distribution(logits, temperature, top_k, top_p), u_now[:, :-1, 2], u_now[..., 0])
-        else:
-            accepted, anchor = torch.zeros_like(made), draw(distribution(logits[:, 0], temperature, top_k, top_p), u[row, made, 0])
-        yield Cycle(drafts, accepted, anchor, done)
-        start, count = length, torch.where(done, 0, accepted + 1)
-        made = made + count
-        stopped = torch.isin(anchor, stops) | (torch.isin(drafts, stops) & (slot[:-1] < accepted[:, None])).any(1)
-        done = done | stopped | (made >= max_new_tokens)
-    if watch:
+        if not fixed or cycle % CHECK_EVERY == 0:
+            if bool(done.all()):
+                break
+            if pace:
+                if fixed and (seen := [r.confidence for r in recent if r.confidence is not None]):
+                    n = pace.choose(torch.cat(seen))
+                for r in recent:
+                    pace.update(r.confidence is not None, r.n, *watch.cycle(r.cycle), (r.accepted[~r.done] + 1).float().mean().item())
+            recent = []
+        longest = 0 if fixed else int(length.max())
+        drafting = block > 1 and (not pace or pace.drafting)
+        drafts, q, confidence = no_drafts, no_q, None
         watch.mark()
+        if drafting:
+            # Only what was kept enters the drafter's context.
+            parts = unread[0] if len(unread) == 1 else [torch.cat(part, 1) for part in zip(*unread)]
+            drafts, q, confidence = draft(anchor, length, made, *parts, **({} if fixed else {"end": longest + block}))
+            unread = []
+            if pace and not fixed:
+                n = pace.choose(confidence[~done])
+            drafts, q = drafts[:, :n - 1], q[:, :n - 1]
+        watch.mark()
+        accepted, bonus, *state = verify(drafts, q, anchor, length, made, done, **({} if fixed else {"end": longest + drafts.shape[1] + 1}))
+        watch.mark()
+        yield Cycle(drafts, accepted, bonus, done)
+        recent.append(Recent(cycle, confidence, drafts.shape[1] + 1, accepted, done))
+        anchor, (length, made, done, *read) = bonus, state
+        kept = drafts.shape[1] + 1 if fixed else int(accepted.max()) + 1
+        unread.append([x[:, :kept] for x in read])
 
 
 def check(target, prompts, max_new_tokens, temperature, top_k, top_p, block_size):
@@ -230,20 +364,23 @@ def check(target, prompts, max_new_tokens, temperature, top_k, top_p, block_size
                             f"max_position_embeddings of {limit}; shorten it or ask for fewer")
     for name, value, good in (("max_new_tokens", max_new_tokens, max_new_tokens >= 1), ("temperature", temperature, 0 <= temperature < math.inf),
                               ("top_k", top_k, top_k is None or top_k >= 1), ("top_p", top_p, top_p is None or 0 < top_p <= 1),
-                              ("block_size", block_size, block_size is None or 1 <= block_size <= limit)):
+                              ("block_size", block_size, block_size in (None, "auto") or type(block_size) is int and 1 <= block_size <= limit)):
         if not good:
             raise UserError(f"{name} = {value} is out of range")
 
 
-def speculative(target, drafter, prompts, max_new_tokens, *, block_size=None, temperature=0.0, top_k=None, top_p=None, stop_ids=(), seed=None):
+def speculative(target, drafter, prompts, max_new_tokens, *, block_size=None, temperature=0.0, top_k=None, top_p=None, stop_ids=(), seed=None, graphs=True):
     """Decodes prompts (one list of token ids a row, of any lengths) with drafter and target. The output is the target's own: token for
-    token at temperature 0 (in float32; lower precision may break a tie otherwise), in distribution above. block_size None: the drafter's.
+    token at temperature 0 (in float32; lower precision may break a tie otherwise), in distribution above.
 
-    seed: an int (row i draws from the stream of (seed, i)), one int a row, or None. Returns a Generation; UserError for bad input.
+    block_size: tokens that the target reads a cycle; None: the drafter's; "auto": chosen anew each cycle, see `Pace`. (What it chooses depends on measured times, so
+    above temperature 0 the same seed may then give another text, of the same distribution.)
+    seed: an int (row i draws from the stream of (seed, i)), one int a row, or None. graphs=False: no CUDA graphs, for debugging.
+    Returns a Generation; UserError for bad input.
     """
     watch, stop_ids = Stopwatch(target.device), set(stop_ids)
     log = list(cycles(target, drafter, prompts, max_new_tokens, block_size=block_size, temperature=temperature, top_k=top_k, top_p=top_p,
-                      stop_ids=stop_ids, seed=seed, watch=watch))
+                      stop_ids=stop_ids, seed=seed, graphs=graphs, watch=watch))
     rows = [[] for _ in prompts]
     lengths = [[] for _ in prompts]
     for i, (drafts, accepted, bonus, done) in enumerate(Cycle(*(x.tolist() for x in cycle)) for cycle in log):
@@ -253,13 +390,13 @@ def speculative(target, drafter, prompts, max_new_tokens, *, block_size=None, te
                 if i:
                     lengths[b].append(accepted[b] + 1)
     rows = [cut(row[:max_new_tokens], stop_ids) for row in rows]
-    spans = watch.spans()
-    return Generation(rows, lengths, spans[0::2] if drafter is not None else [], spans[1::2])
+    times = [watch.cycle(i) for i in range(len(log) - 1)]
+    return Generation(rows, lengths, [ms for (ms, _), cycle in zip(times, log[1:]) if cycle.drafts.shape[1]], [ms for _, ms in times])
 
 
-def autoregressive(target, prompts, max_new_tokens, *, temperature=0.0, top_k=None, top_p=None, stop_ids=(), seed=None):
-    """Plain decoding of the same prompts, a token a cycle; arguments and result as for `speculative`."""
-    return speculative(target, None, prompts, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, stop_ids=stop_ids, seed=seed)
+def autoregressive(target, prompts, max_new_tokens, **how):
+    """Plain decoding of the same prompts, a token a cycle; keywords (temperature, top_k, top_p, stop_ids, seed) and result as for `speculative`."""
+    return speculative(target, None, prompts, max_new_tokens, **how)
 
 
 def cut(row, stop_ids):
@@ -276,25 +413,24 @@ def distinct4(rows):
     return sum(len(set(row)) for row in grams) / total if total else 1.0
 
 
-def benchmark(target, drafters, prompts, max_new_tokens, temperatures=(0.0, 1.0), stop_ids=(), seed=0, progress=None, **how):
-    """Plain decoding and every drafter on the same prompts, one at a time, in turn, in one run.
+def benchmark(target, methods, prompts, max_new_tokens, temperatures=(0.0, 1.0), stop_ids=(), seed=0, progress=None, **how):
+    """Plain decoding and every other method on the same prompts, one at a time, in turn, in one run.
 
-    drafters: {method name: drafter}; prompts: {domain: rows of ids}; how: block_size, top_k, top_p. Times are whole calls, prefill included: ms_per_token is the
+    methods: {name: (drafter, block_size)}; prompts: {domain: rows of ids}; how: top_k, top_p, graphs. Times are whole calls, prefill included: ms_per_token is the
     median over prompts, speedup the median over prompts of (plain ms a token / this ms a token). Returns report rows and the histograms
     of acceptance lengths {(method, temperature): Counter}.
     """
     results, histograms = [], {}
-    methods = {"autoregressive": None, **drafters}
-    for drafter in methods.values():                                             # warm-up: compilation, allocation, threads
-        speculative(target, drafter, [next(iter(prompts.values()))[0]], min(24, max_new_tokens), **how)
-    median = lambda values: statistics.median(values) if values else None
+    methods = {"autoregressive": (None, None), **methods}
+    for drafter, size in methods.values():                                       # warm-up: compilation, allocation, threads
+        speculative(target, drafter, [next(iter(prompts.values()))[0]], min(24, max_new_tokens), block_size=size, **how)
     for temperature in temperatures:
         runs = {(domain, method): [] for domain in prompts for method in methods}   # (ms a token, Generation) for each prompt
         for domain, rows in prompts.items():
             for i, prompt in enumerate(rows):
-                for method, drafter in methods.items():
+                for method, (drafter, size) in methods.items():
                     began = time.perf_counter()
-                    out = speculative(target, drafter, [prompt], max_new_tokens, temperature=temperature, stop_ids=stop_ids, seed=[seed + i], **how)
+                    out = speculative(target, drafter, [prompt], max_new_tokens, block_size=size, temperature=temperature, stop_ids=stop_ids, seed=[seed + i], **how)
                     runs[domain, method].append((1e3 * (time.perf_counter() - began) / len(out.tokens[0]), out))
                 if progress:
                     progress(f"{domain}, temperature {temperature:g}")
@@ -317,7 +453,59 @@ def benchmark(target, drafters, prompts, max_new_tokens, temperatures=(0.0, 1.0)
     return results, histograms
 
 
-def show_report(results, histograms, block_size):
+def median(values):
+    return statistics.median(values) if values else None
+
+
+def sweep(target, drafter, prompts, progress, **how):
+    """What decoding costs as it grows, in milliseconds of one cycle (medians): over the block size, over the context, and tokens a second over the batch.
+    prompts: rows of ids; their text, repeated, makes the longer contexts. Returns {"block_size": rows, "context": rows, "batch": rows}."""
+    text = [token for row in prompts for token in row]
+    block, limit = drafter.config.block_size, target.config.max_position_embeddings
+    found = {"block_size": [], "context": [], "batch": []}
+
+    def cycle_ms(context, n):
+        room = min(8 * n, limit - context)                                       # at least 8 cycles, fewer at the very end of the positions
+        out = speculative(target, drafter, [(text * (context // len(text) + 1))[:context]], room, block_size=n, **how)
+        return {"draft_ms": median(out.draft_ms), "verify_ms": median(out.verify_ms)}
+
+    for n in (1, 2, 4, 8, 16, 32):
+        progress(f"block size {n}")
+        found["block_size"].append({"block_size": n, "context": 64, **cycle_ms(64, n)})
+    for context in (64, 128, 256, 512, 1024, 2048, 4096):
+        context = min(context, limit - 8 * block)                                # the longest leaves room for its new tokens
+        progress(f"context {context}")
+        caches = [KVCache(config, 1, context, target.device, target.dtype) for config in (target.config, drafter.config.layers)]
+        found["context"].append({"context": context, "block_size": block, **cycle_ms(context, block),
+                                 "target_cache_bytes": caches[0].nbytes, "drafter_cache_bytes": caches[1].nbytes})
+    for batch in (1, 4, 16, 64):
+        rows = [prompts[i % len(prompts)] for i in range(batch)]
+        entry = {"batch": batch}
+        for method, d in (("autoregressive", None), ("dflash", drafter)):
+            progress(f"batch of {batch}, {method}")
+            began = time.perf_counter()
+            out = speculative(target, d, rows, 64, **how)
+            entry[method] = sum(map(len, out.tokens)) / (time.perf_counter() - began)
+        found["batch"].append(entry)
+    return found
+
+
+def show_sweep(found):
+    """The sweep as tables with bars."""
+    lines = []
+    for key, columns in (("block_size", ("draft_ms", "verify_ms")), ("context", ("draft_ms", "verify_ms")), ("batch", ("autoregressive", "dflash"))):
+        most = max(row[c] or 0 for row in found[key] for c in columns)
+        lines += ["", {"block_size": "block size: milliseconds of one pass (context 64)", "context": f"context: milliseconds of one pass (block {found['context'][0]['block_size']}), "
+                       "and the KV caches", "batch": "batch: tokens a second, all rows together"}[key]]
+        for row in found[key]:
+            memory = f"   target {row['target_cache_bytes'] / 2**20:.2f} MiB, drafter {row['drafter_cache_bytes'] / 2**20:.2f} MiB" if key == "context" else ""
+            for i, c in enumerate(columns):
+                if row[c] is not None:
+                    lines.append(f"  {row[key] if i == 0 else '':>5}  {c.removesuffix('_ms'):14} {row[c]:9.2f} {'█▒'[i] * round(40 * row[c] / most)}{memory if i == 0 else ''}")
+    return "\n".join(lines)
+
+
+def show_report(results, histograms):
     """The benchmark as text: the table, and how long the accepted runs were."""
     head = ("domain", "method", "T", "tau", "ms/token", "speedup", "draft ms", "verify ms", "distinct4", "identical")
     number = lambda value, form: "-" if value is None else format(value, form)
@@ -328,7 +516,7 @@ def show_report(results, histograms, block_size):
     for (method, temperature), counts in histograms.items():
         if method != "autoregressive":
             lines += ["", f"{method}, temperature {temperature:g}: tokens kept a cycle (accepted drafts + bonus token)"]
-            for n in range(1, block_size + 1):
+            for n in range(1, max(counts, default=0) + 1):
                 share = counts[n] / max(1, counts.total())
                 lines.append(f"  {n:3d} {'█' * round(60 * share)} {share:.1%}")
     return "\n".join(lines)
@@ -423,6 +611,7 @@ def parser():
     what = p.add_mutually_exclusive_group(required=True)
     what.add_argument("--prompt", help="text to continue")
     what.add_argument("--bench", action="store_true", help="measure plain decoding and the drafter on held-out prompts; writes OUT/report.json")
+    p.add_argument("--sweep", action="store_true", help="--bench: also measure passes over block sizes and contexts, and batches")
     p.add_argument("--chat", action="store_true", help="--prompt is a user's message: render it with the target's chat template")
     p.add_argument("--data", metavar="FILE", help="--bench: prompts from a text or .jsonl file (default: OUT/heldout.jsonl)")
     p.add_argument("--show", action="store_true", help="colour the text: accepted drafts, bonus tokens, rejected drafts")
@@ -431,32 +620,48 @@ def parser():
     p.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default: 0; --bench: 0 and 1)")
     p.add_argument("--top-k", type=int, metavar="K")
     p.add_argument("--top-p", type=float, metavar="P")
-    p.add_argument("--block-size", type=int, metavar="B", help="tokens verified at once (default: the drafter's)")
+    p.add_argument("--block-size", type=size_or_auto, default="auto", metavar="B", help="tokens that the target reads a cycle; auto: chosen anew each cycle, down to plain decoding (default)")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--prompts", type=int, default=10, metavar="N", help="--bench: prompts a domain")
     p.add_argument("--prompt-tokens", type=int, default=64, metavar="N", help="--bench: tokens a prompt")
     p.add_argument("--device", help="cpu, cuda, ... (default: cuda where there is one)")
+    p.add_argument("--graphs", action=argparse.BooleanOptionalAction, default=True, help="CUDA graphs for the fixed-shape passes")
     p.add_argument("--dtype", choices=DTYPES, help="default: the files' own")
     return p
 
 
+def size_or_auto(text):
+    return text if text == "auto" else int(text)
+
+
 def run_benchmark(out, target, drafters, tokenizer, prompts_file, *, prompts, prompt_tokens, max_new_tokens, temperatures=(0.0, 1.0),
-                  block_size=None, seed=0, **how):
-    """Benchmarks, prints the table, writes out/report.json."""
+                  block_size="auto", seed=0, sweeping=False, **how):
+    """Benchmarks, prints the table, writes out/report.json. drafters: {method: drafter}, each measured at its own block size and, for "auto", with that as well."""
     Path(out).mkdir(parents=True, exist_ok=True)
     rows = read_prompts(prompts_file, tokenizer, prompt_tokens, prompts)
+    methods = {name: (drafter, None if block_size == "auto" else block_size) for name, drafter in drafters.items()}
+    if block_size == "auto":
+        methods |= {f"{name} auto": (drafter, "auto") for name, drafter in drafters.items()}
     with tqdm(total=len(temperatures) * sum(map(len, rows.values())), desc="benchmark", unit="prompt") as bar:
         def progress(what):
             bar.set_postfix_str(what, refresh=False)
             bar.update()
-        results, histograms = benchmark(target, drafters, rows, max_new_tokens, temperatures, stop_ids=stop_tokens(target, tokenizer), seed=seed,
-                                        progress=progress, block_size=block_size, **how)
-    size = block_size or max((drafter.config.block_size for drafter in drafters.values()), default=1)
-    print(show_report(results, histograms, size))
-    write_json(Path(out) / "report.json", {
+        results, histograms = benchmark(target, methods, rows, max_new_tokens, temperatures, stop_ids=stop_tokens(target, tokenizer), seed=seed,
+                                        progress=progress, **how)
+    report = {
         "device": device_name(target.device), "dtype": str(target.dtype).removeprefix("torch."), "torch": torch.__version__,
-        "max_new_tokens": max_new_tokens, "block_size": size, "results": results,
-        "acceptance_lengths": {f"{method} T={temperature:g}": {str(n): counts[n] for n in sorted(counts)} for (method, temperature), counts in histograms.items()}})
+        "max_new_tokens": max_new_tokens, "block_size": block_size, "results": results,
+        "acceptance_lengths": {f"{method} T={temperature:g}": {str(n): counts[n] for n in sorted(counts)} for (method, temperature), counts in histograms.items()}}
+    print(show_report(results, histograms))
+    if sweeping:
+        with tqdm(desc="sweep", unit="point") as bar:
+            def progress(what):
+                bar.set_postfix_str(what)
+                bar.update()
+            report["sweep"] = {name: sweep(target, drafter, [row for d in rows.values() for row in d], progress, **how) for name, drafter in drafters.items()}
+        for name, found in report["sweep"].items():
+            print(f"\n{name}{show_sweep(found)}")
+    write_json(Path(out) / "report.json", report)
 
 
 def stop_tokens(target, tokenizer):
@@ -498,10 +703,10 @@ def main(argv=None):
     target = Transformer.from_pretrained(folder, device=device, dtype=DTYPES.get(args.dtype))
     tokenizer = Tokenizer.from_pretrained(folder)
     drafter = None if args.plain else DFlashDrafter.from_pretrained(args.drafter or Path(args.out) / "drafter", target)
-    how = dict(block_size=args.block_size, seed=args.seed, top_k=args.top_k, top_p=args.top_p)
+    how = dict(block_size=args.block_size, seed=args.seed, top_k=args.top_k, top_p=args.top_p, graphs=args.graphs)
     if args.bench:
         run_benchmark(args.out, target, {} if drafter is None else {"dflash": drafter}, tokenizer, args.data or Path(args.out) / "heldout.jsonl", prompts=args.prompts,
-                      prompt_tokens=args.prompt_tokens, max_new_tokens=args.max_new_tokens,
+                      prompt_tokens=args.prompt_tokens, max_new_tokens=args.max_new_tokens, sweeping=args.sweep,
                       temperatures=(0.0, 1.0) if args.temperature is None else (args.temperature,), **how)
     else:
         text = args.prompt.encode("utf-8", "replace").decode()

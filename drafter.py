@@ -86,17 +86,18 @@ class DFlashDrafter(nn.Module):
 
     # ---- decoding ------------------------------------------------------------------------------------------------------------
 
-    def draft(self, target, anchor, start, features, places, cache, block_size, end=None):
-        """Drafts one block a row, in one pass. Returns the logits of slots 1 .. block_size - 1: (B, block_size - 1, V).
+    def draft(self, target, anchor, start, unread, cache, block_size, end, pick):
+        """Drafts one block a row, in one pass. Returns the tokens of slots 1 .. block_size - 1 and what they were drawn from, as `pick` gives them.
 
         anchor, start: (B,) int64, the last verified tokens and their positions
-        features: (B, W, taps * C) of context positions that are not in the cache yet
-        places:   (B, W) int64, those positions; -1 for what belongs to no accepted token
+        unread:   of the context that is not in the cache yet: token ids (B, W), their positions (B, W) int64, -1 for what belongs to no
+                  accepted token, and the target's features (B, W, taps * C)
         cache:    the drafter's KVCache. Context K/V stay in it and grow with the accepted tokens. Block K/V are written behind them
                   and thrown away: the next call writes over them. Its last slot takes what has no place.
         end:      as in `Transformer.forward`: at least max(start) + block_size
+        pick:     (logits (B, n, V), first slot) -> tokens (B, n), their distributions (B, n, V)
         """
-        B, device = len(anchor), features.device
+        (_, places, features), B, device = unread, len(anchor), anchor.device
         places = torch.where(places < 0, cache.length - 1, places)
         positions = torch.cat((places, start[:, None] + torch.arange(block_size, device=device)), 1)
         ids = torch.full((B, block_size), self.config.mask_token_id, device=device)
@@ -106,7 +107,7 @@ class DFlashDrafter(nn.Module):
         if B > 1 or end is None:
             mask = make_mask(context_and_block(start + block_size), B, block_size, cache.end, device, self.dtype)
         hidden = self(features, target.model.embed_tokens(ids), positions, mask, cache)
-        return target.logits(hidden[:, 1:])
+        return pick(target.logits(hidden[:, 1:]), 0)
 
     # ---- files ---------------------------------------------------------------------------------------------------------------
 

@@ -241,6 +241,10 @@ class KVCache:
         self.batch, self.length = batch, length
         self.first_slot = torch.arange(batch, device=device)[:, None] * length
 
+    @property
+    def nbytes(self):
+        return self.k.nbytes + self.v.nbytes
+
     def at(self, positions, end=None):
         """Says where the next pass writes, positions (B, N), and how far it looks: the longest row's length after it, or all of it."""
         self.slots, self.end = (self.first_slot + positions).view(-1), end or self.length

@@ -486,7 +486,7 @@ def test_training_and_decoding_draft_the_same():
             portion = features.gather(1, at[..., None].expand(-1, -1, features.shape[2]))         # rows with a smaller count carry junk behind it
             anchor = ids.gather(1, anchors[:, n:n + 1])[:, 0]
             places = torch.where(torch.arange(width) < count[:, None], at, -1)
-            logits = drafter.draft(target, anchor, anchors[:, n], portion, places, cache, 5, end=int(anchors[:, n].max()) + 5)
+            logits, _ = drafter.draft(target, anchor, anchors[:, n], (None, places, portion), cache, 5, int(anchors[:, n].max()) + 5, lambda logits, first: (logits, logits))
             torch.testing.assert_close(logits, expected[:, n], atol=1e-5, rtol=1e-5)
             first = anchors[:, n]
 
@@ -515,8 +515,8 @@ def test_anchors_slot_holds_the_token_and_the_rest_masks():
     target, drafter = make_pair(block_size=4)
     seen = []
     hook = target.model.embed_tokens.register_forward_hook(lambda module, args, out: seen.append(args[0].clone()))
-    features = torch.zeros(1, 3, 32 * 5)
-    drafter.draft(target, torch.tensor([17]), torch.tensor([3]), features, torch.arange(3)[None], KVCache(drafter.config.layers, 1, 20, "cpu", torch.float32), 4)
+    unread = None, torch.arange(3)[None], torch.zeros(1, 3, 32 * 5)
+    drafter.draft(target, torch.tensor([17]), torch.tensor([3]), unread, KVCache(drafter.config.layers, 1, 20, "cpu", torch.float32), 4, None, lambda *picked: picked)
     ids = torch.arange(12)[None]
     drafter_loss(drafter, target, ids, torch.zeros(1, 12, 160), ids >= 0, torch.tensor([[5, 2]]), torch.ones(1, 2, dtype=torch.bool), 4.0)
     hook.remove()
@@ -601,19 +601,45 @@ def test_drafter_round_trip_and_published_layout(tmp_path):
 PROMPTS = [[3], [1, 2, 3, 4, 5, 6, 7, 8, 9], [10, 12, 14, 16], [40, 35, 30]]
 
 
-@pytest.mark.parametrize("block_size", (1, 2, 5, 16))
+class Wandering(decode.Pace):
+    """Chooses anything, whatever it has seen: every way through the loop."""
+
+    def __init__(self, sizes):
+        super().__init__(sizes)
+        self.random = random.Random(0)
+
+    def choose(self, confidence):
+        super().choose(confidence)
+        return self.random.choice(self.sizes.tolist())
+
+    def update(self, drafted, *seen):
+        super().update(drafted, *seen)
+        self.drafting = self.random.random() < 0.6
+
+
+@pytest.fixture(params=("cut", "fixed"))
+def shapes(request, monkeypatch):
+    """Both forms of the loop, the CPU's and CUDA's, run here; only the graphs need CUDA."""
+    monkeypatch.setattr(decode, "fixed_shapes", lambda device: request.param == "fixed")
+    monkeypatch.setattr(decode, "Captured", lambda function: function)
+
+
+@pytest.mark.parametrize("block_size", (1, 2, 5, 16, "auto", "wandering"))
 @pytest.mark.parametrize("kind", ("trained", "random"))
-def test_greedy_output_is_the_targets(kind, block_size, trained):
+def test_greedy_output_is_the_targets(kind, block_size, shapes, trained, monkeypatch):
     target, drafter = trained if kind == "trained" else make_pair()
+    if block_size == "wandering":
+        monkeypatch.setattr(decode, "Pace", Wandering)
+    size, most = ("auto", 8) if type(block_size) is str else (block_size, block_size)
     plain = autoregressive(target, PROMPTS, 40)
     for call in range(2):                                                                         # nothing is carried over
-        out = speculative(target, drafter, PROMPTS, 40, block_size=block_size)
+        out = speculative(target, drafter, PROMPTS, 40, block_size=size)
         assert out.tokens == plain.tokens
-        assert all(1 <= n <= block_size for row in out.acceptance_lengths for n in row)
+        assert all(1 <= n <= most for row in out.acceptance_lengths for n in row)
     for prompt, row, lengths in zip(PROMPTS, plain.tokens, out.acceptance_lengths):               # a row alone gives what it gives in the batch
-        alone = speculative(target, drafter, [prompt], 40, block_size=block_size)
-        assert alone.tokens == [row] == autoregressive(target, [prompt], 40).tokens and alone.acceptance_lengths == [lengths]
-        assert 39 <= sum(lengths) < 39 + block_size                                               # the prefill's token belongs to no cycle
+        alone = speculative(target, drafter, [prompt], 40, block_size=size)
+        assert alone.tokens == [row] == autoregressive(target, [prompt], 40).tokens and (size == "auto" or alone.acceptance_lengths == [lengths])
+        assert 39 <= sum(lengths) < 39 + most                                                     # the prefill's token belongs to no cycle
     if kind == "trained" and block_size == 5:
         assert 2 < out.tau < 5                                                                    # the test sees long and short cycles
 
@@ -747,12 +773,14 @@ def small_vocabulary():
 
 
 @pytest.mark.parametrize("name", SAMPLING)
-@pytest.mark.parametrize("block_size", (2, 4))
-def test_sampled_output_has_the_targets_distribution(name, block_size, small_vocabulary):
+@pytest.mark.parametrize("block_size", (2, 4, "auto"))
+def test_sampled_output_has_the_targets_distribution(name, block_size, small_vocabulary, monkeypatch):
     target, drafter = small_vocabulary
     how = SAMPLING[name]
+    if block_size == "auto":
+        monkeypatch.setattr(decode, "Pace", Wandering)
     out = speculative(target, drafter, [[1, 4, 2]] * ROWS, 4, block_size=block_size, seed=1, **how)
-    assert 1.05 < out.tau < block_size                                                            # some are accepted, some are not
+    assert 1.05 < out.tau < (4 if block_size == "auto" else block_size)                                                            # some are accepted, some are not
     for length in (2, 3):
         joint = exact_joint(target, [1, 4, 2], length + 1, how).sum(0)                            # tokens of the cycles, not the prefill's
         assert p_value([row[1:length + 1] for row in out.tokens], joint) > LEVEL
@@ -773,12 +801,53 @@ def exact_match_with_residual(drafts, q, p, u_accept, u_bonus):
     return accept_sampled(drafts, (q == q.amax(-1, keepdim=True)).float(), p, u_accept, u_bonus)
 
 
-@pytest.mark.parametrize("wrong", (bonus_from_p, accept_twice_as_often, exact_match_with_residual))
+def read_less_where_a_draft_looks_unlikely(drafts, q, p, u_accept, u_bonus):
+    """What `Pace` must not do: let the drafts that were drawn, not only q, decide how many of them are judged."""
+    accepted, bonus = accept_sampled(drafts, q, p, u_accept, u_bonus)
+    unlikely = torch.cat((q.gather(2, drafts[..., None])[..., 0] < 0.3, torch.ones(len(drafts), 1, dtype=torch.bool)), 1).int().argmax(1)
+    row, cut = torch.arange(len(drafts)), (unlikely <= accepted)
+    return torch.minimum(unlikely, accepted), torch.where(cut, draw(p[row, unlikely], u_bonus[row, unlikely]), bonus)
+
+
+@pytest.mark.parametrize("wrong", (bonus_from_p, accept_twice_as_often, exact_match_with_residual, read_less_where_a_draft_looks_unlikely))
 def test_a_wrong_acceptance_rule_fails_the_distribution_test(wrong, small_vocabulary, monkeypatch):
     monkeypatch.setattr(decode, "accept_sampled", wrong)
     target, drafter = small_vocabulary
     rows = speculative(target, drafter, [[1, 4, 2]] * ROWS, 4, seed=1, **SAMPLING["plain"]).tokens
     assert p_value([row[1:4] for row in rows], exact_joint(target, [1, 4, 2], 4, SAMPLING["plain"]).sum(0)) < LEVEL
+
+
+def simulate(pace, text, plain=3.25, draft=1.0, verify=lambda n: 3.0 + 0.25 * n):
+    """Runs `pace` over a text of (drafter's confidence, true chance) a token. -> milliseconds, and for each token whether a draft was made for its cycle."""
+    rnd, made, ms, drafted = random.Random(0), 0, 0.0, []
+    while made < len(text):
+        confidence, chance = text[made]
+        drafting, n = pace.drafting, 1
+        if drafting:
+            n = pace.choose(torch.full((1, 7), confidence))
+        kept = 1
+        while kept < n and rnd.random() < chance:
+            kept += 1
+        cost = draft * drafting, plain if n == 1 else verify(n)
+        pace.update(drafting, n, *cost, kept)
+        drafted += [drafting] * kept
+        made, ms = made + kept, ms + sum(cost)
+    return ms, drafted
+
+
+def test_auto_is_never_slower_and_follows_the_text():
+    pace = lambda: decode.Pace([*range(1, 9)])
+    plain = 3.25 * 400
+    ms, drafted = simulate(pace(), [(0.1, 0.1)] * 400)                                            # drafts never pay
+    assert ms < 1.03 * plain and sum(drafted) < 0.1 * 400
+    ms, drafted = simulate(pace(), [(0.95, 0.1)] * 400)                                           # and the drafter is sure of them
+    assert ms < 1.1 * plain
+    best = lambda c: max((1 + sum(c ** k for k in range(1, n))) / (4.0 + 0.25 * n) for n in range(2, 9))
+    for confidence, chance in ((0.9, 0.9), (0.6, 0.6), (0.3, 0.9), (0.9, 0.6)):                   # they do; also where confidence says less or more
+        ms, drafted = simulate(pace(), [(confidence, chance)] * 400)
+        assert ms < 1.08 * min(plain, 400 / best(chance))
+    ms, drafted = simulate(pace(), [(0.1, 0.1)] * 200 + [(0.9, 0.9)] * 200)                       # the text changes
+    assert sum(drafted[:200]) < 30 and sum(drafted[240:400]) > 140
 
 
 def test_each_row_has_its_own_stream(trained):
@@ -848,7 +917,7 @@ def test_the_whole_path(finished_run, data, capsys):
     report = json.loads((out / "report.json").read_text())
     keys = {"domain", "method", "temperature", "prompts", "tokens", "tau", "ms_per_token", "speedup", "draft_ms", "verify_ms", "distinct4", "identical"}
     assert all(keys <= row.keys() for row in report["results"])
-    assert {(row["domain"], row["method"], row["temperature"]) for row in report["results"]} == set(itertools.product(("text",), ("autoregressive", "dflash"), (0.0, 1.0)))
+    assert {(row["domain"], row["method"], row["temperature"]) for row in report["results"]} == set(itertools.product(("text",), ("autoregressive", "dflash", "dflash auto"), (0.0, 1.0)))
     assert all(row["identical"] == 1 for row in report["results"] if row["temperature"] == 0)
     log = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     losses = {stage: [entry["loss"] for entry in log if entry["stage"] == stage] for stage in ("target", "drafter")}
@@ -874,6 +943,13 @@ def test_decode_command_line(finished_run, capsys):
     for flags, word in ((["--temperature", "0.5", "--top-k", "5"], "dflash"), (["--plain"], "autoregressive")):
         decode.main(["--out", str(out), "--bench", "--prompts", "1", "--prompt-tokens", "8", "--max-new-tokens", "16", *flags])
         assert word in capsys.readouterr().out
+    decode.main(["--out", str(out), "--bench", "--prompts", "1", "--prompt-tokens", "8", "--max-new-tokens", "4", "--temperature", "0", "--block-size", "3", "--sweep"])
+    assert "batch: tokens a second" in capsys.readouterr().out
+    found = json.loads((out / "report.json").read_text())["sweep"]["dflash"]
+    assert [row["block_size"] for row in found["block_size"]] == [1, 2, 4, 8, 16, 32] and [row["batch"] for row in found["batch"]] == [1, 4, 16, 64]
+    assert all(row["verify_ms"] > 0 and (row["block_size"] == 1 or row["draft_ms"] > 0) for row in found["block_size"] + found["context"])
+    assert found["context"][-1]["target_cache_bytes"] == 2 * 4 * 1 * 16 * 4 * found["context"][-1]["context"]    # K and V, layers, heads, width, float32
+    assert found["context"][-1]["context"] > 4000
     (out / "report.json").write_bytes(report)
 
 

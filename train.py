@@ -37,10 +37,11 @@ from tqdm import tqdm
 
 from decode import autoregressive, encode_prompt, find_device, read_lines, run_benchmark, run_command, stop_tokens
 from drafter import DFlashDrafter, default_gamma, drafter_loss, sample_anchors
-from model import CODE_PATTERN, ModelConfig, Tokenizer, Transformer, UserError, read_json, write_json, write_whole
+from model import CODE_PATTERN, Layer, ModelConfig, Tokenizer, Transformer, UserError, read_json, write_json, write_whole
 
 MASK_TOKEN = "<|mask|>"
 END_TOKEN = "<|endoftext|>"
+KEEP = 2**32    # bytes of the target's features that the drafter's training holds in memory; more are computed anew at each step
 
 
 # ---- corpus: definitions of source files, paragraphs of other text ----------------------------------------------------------------
@@ -269,11 +270,14 @@ class Run:
         # Matrix products in bfloat16 where the hardware has them, master weights in float32.
         self.bfloat16 = not args.float32 and (cuda or has_bfloat16())
         # A training step in plain eager PyTorch takes twice as long on either; compiling needs a C++ compiler on the CPU.
-        self.compile = torch.compile if args.compile and (cuda or has_compiler()) else lambda function: function
+        self.compile = args.compile and (cuda or has_compiler())
 
     @property
     def main(self):
         return self.rank == 0
+
+    def autocast(self):
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.bfloat16)
 
     def sum(self, tensor):
         """The sum over processes, in place."""
@@ -420,6 +424,9 @@ def train(run, stage, module, batch_loss, settings, *, steps, minutes, lr, token
     optimizers = build_optimizers(module, lr)
     parameters = list(module.parameters())
     module.train()
+    if run.compile:                                                              # the layers share one compiled function, where the whole model takes a minute
+        for layer in filter(lambda m: isinstance(m, Layer), module.modules()):
+            layer.compile()
 
     def one_step(step, factor):
         loss, weight = batch_loss(step)
@@ -439,7 +446,7 @@ def train(run, stage, module, batch_loss, settings, *, steps, minutes, lr, token
     def measured_steps():
         """A few real steps at learning rate zero, for their time; what they leave in the optimizers is dropped."""
         if run.main:
-            print(f"{stage}: compiling and timing a step, about a minute ...", flush=True)
+            print(f"{stage}: compiling and timing a step, about half a minute ...", flush=True)
         times = []
         for step in range(8):
             began = time.perf_counter()
@@ -480,7 +487,6 @@ def train(run, stage, module, batch_loss, settings, *, steps, minutes, lr, token
                 if run.main and time.monotonic() - saved >= run.checkpoint_seconds and not last:
                     save_checkpoint(checkpoint, module, optimizers, step + 1)
                     saved = time.monotonic()
-    return module.eval()
 
 
 def finish(run, stage, settings):
@@ -559,21 +565,18 @@ def train_target(run, args, tokenizer, ids, heldout, upstream):
     target.init_weights(generator(args.seed, 0))
     target.to(run.device)
 
-    device, bfloat16 = run.device.type, run.bfloat16
-
     def loss_of(rows):
-        with torch.autocast(device, torch.bfloat16, enabled=bfloat16):
+        with run.autocast():
             hidden, _ = target(rows[:, :-1])
             logits = target.logits(hidden)
         return F.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten(), reduction="sum")
 
-    compiled_loss = run.compile(loss_of)
-
     def batch_loss(step):
         rows = share(run, window_batch(ids, S, args.batch, args.seed, 1, step))
-        return compiled_loss(rows.to(run.device)), torch.tensor(float(rows[:, 1:].numel()), device=run.device)
+        return loss_of(rows.to(run.device)), torch.tensor(float(rows[:, 1:].numel()), device=run.device)
 
     @torch.no_grad()
+    @torch.compiler.set_stance("force_eager")                                    # not worth compiling once more without gradients
     def evaluate():
         """Nats a token on held-out text."""
         n = min(len(heldout) - 1, 64 * S) // S
@@ -587,7 +590,7 @@ def train_target(run, args, tokenizer, ids, heldout, upstream):
     if run.main:
         target.save_pretrained(run.out / "target")
     finish(run, "target", settings)
-    return target, settings
+    return Transformer.from_pretrained(run.out / "target", device=run.device), settings
 
 
 def pretrained_target(run, args):
@@ -698,21 +701,28 @@ def train_drafter(run, args, target, tokenizer, ids, trainable, upstream):
     drafter.init_weights(target, generator(args.seed, 3))
     drafter.to(run.device)
     target.requires_grad_(False)
-    gamma, device, bfloat16, R = args.gamma or default_gamma(args.block_size), run.device.type, run.bfloat16, len(ids)
+    gamma, R = args.gamma or default_gamma(args.block_size), len(ids)
 
-    @run.compile
-    def loss_of(rows, trainable, anchors, valid):
-        with torch.autocast(device, torch.bfloat16, enabled=bfloat16):
-            with torch.no_grad():
-                hidden, features = target(rows, taps=drafter.config.target_layer_ids)
-            return drafter_loss(drafter, target, rows, features, trainable, anchors, valid, gamma, hidden if args.labels == "soft" else None)
+    @torch.no_grad()
+    def read(rows):
+        """What the frozen target makes of rows (B, S): its final hidden states, and its features."""
+        with run.autocast():
+            return [x.to(torch.bfloat16 if run.bfloat16 else x.dtype) for x in target(rows.to(run.device), taps=drafter.config.target_layer_ids)]
+
+    kept = None                                                                  # of all responses, where that fits: they are read many times
+    if 4 * ids.numel() * (len(drafter.config.target_layer_ids) + 1) * target.config.hidden_size <= KEEP:
+        kept = [torch.cat(parts) for parts in zip(*map(read, tqdm(ids.split(args.draft_batch), "features", disable=not run.main)))]
 
     def batch_loss(step):
         places, epochs = epoch_places(step, args.draft_batch, R)
         order = {epoch: torch.randperm(R, generator=generator(args.seed, 4, epoch)) for epoch in epochs}
         rows = torch.stack([order[epoch][place] for epoch, place in places])
         anchors, valid = sample_anchors(trainable[rows], args.anchors, generator(args.seed, 5, step))
-        return loss_of(*(share(run, x).to(run.device) for x in (ids[rows], trainable[rows], anchors, valid)))
+        rows, anchors, valid = (share(run, x) for x in (rows, anchors, valid))
+        hidden, features = (x[rows] for x in kept) if kept else read(ids[rows])
+        with run.autocast():
+            return drafter_loss(drafter, target, *(x.to(run.device) for x in (ids[rows], features, trainable[rows], anchors, valid)), gamma,
+                                hidden if args.labels == "soft" else None)
 
     steps = math.ceil(args.epochs * R / args.draft_batch) if args.epochs and not args.drafter_steps else args.drafter_steps
     train(run, "drafter", drafter, batch_loss, settings, steps=steps, minutes=args.drafter_minutes, lr=args.drafter_lr,
@@ -720,7 +730,7 @@ def train_drafter(run, args, target, tokenizer, ids, trainable, upstream):
     if run.main:
         drafter.to(target.dtype).save_pretrained(run.out / "drafter")
     finish(run, "drafter", settings)
-    return drafter.to(target.dtype), settings
+    return DFlashDrafter.from_pretrained(run.out / "drafter", target), settings
 
 
 # ---- command line ------------------------------------------------------------------------------------------------------------------
@@ -729,9 +739,9 @@ def train_drafter(run, args, target, tokenizer, ids, trainable, upstream):
 # cpu: about 15 minutes on 2 cores. gpu: about 100 M parameters on one 24 GB card (the README has the arithmetic).
 PRESETS = {
     "cpu": dict(vocab_size=512, layers=8, hidden_size=256, intermediate_size=768, heads=4, kv_heads=2, sequence_length=256, batch=16,
-                target_minutes=4.5, responses=1536, response_minutes=1.2, response_batch=128, response_tokens=192, prompt_tokens=64,
-                draft_layers=3, block_size=10, anchors=16, draft_batch=16, drafter_minutes=5.5,
-                temperatures=[0.0, 0.7, 0.0, 1.0], target_lr=[0.02, 3e-3], drafter_lr=[0.03, 4e-3], labels="soft"),
+                target_minutes=4.4, responses=1536, response_minutes=1.2, response_batch=128, response_tokens=192, prompt_tokens=64,
+                draft_layers=3, block_size=10, anchors=16, draft_batch=16, drafter_minutes=6.7,
+                temperatures=[0.0, 0.7, 0.0, 1.0], target_lr=[0.02, 1.2e-2], drafter_lr=[0.03, 4e-3], labels="soft"),
     "gpu": dict(vocab_size=16384, layers=12, hidden_size=768, intermediate_size=2304, heads=12, kv_heads=4, sequence_length=1024, batch=16,
                 target_minutes=15.0, responses=32768, response_minutes=5.0, response_batch=256, response_tokens=448, prompt_tokens=64,
                 draft_layers=5, block_size=16, anchors=64, draft_batch=16, drafter_minutes=20.0,
