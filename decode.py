@@ -28,6 +28,7 @@ from tqdm import tqdm
 from drafter import DFlashDrafter
 from model import DTYPES, KVCache, Tokenizer, Transformer, UserError, write_json
 
+PREFILL = 512      # tokens of a prompt that are read at once: on the CPU the mask, PREFILL x context, would otherwise outgrow the cache
 CHECK_EVERY = 8    # cycles between two looks at the results on CUDA: each look makes the host wait for the device
 
 
@@ -161,8 +162,9 @@ class Pace:
     def __init__(self, sizes):
         self.sizes = np.array(sizes)                                             # ascending, 1 first, the whole block last
         self.draft_ms, self.verify_ms = deque(maxlen=8), {}                      # recent ones; the least of them counts, noise only adds
-        self.power, self.tokens, self.ms = 1.0, 0.0, 0.0                         # tokens, ms: of a cycle with a draft, moving averages
-        self.drafting, self.drafted, self.wait, self.pause = True, 0, 0, 4
+        self.chosen = deque([sizes[-1]], maxlen=4)
+        self.power, self.tokens, self.ms = 0.45, 0.0, 0.0                        # measured at both temperatures; of a cycle with a draft, moving averages
+        self.drafting, self.drafted, self.wait, self.pause = True, 0, 0, 2
 
     def cost(self, n):
         """Milliseconds of the target's pass over n tokens: measured, or between its measured neighbours."""
@@ -170,14 +172,20 @@ class Pace:
         return np.interp(n, known, [min(self.verify_ms[k]) for k in known])
 
     def choose(self, confidence):
-        """(rows, block - 1) on the CPU -> how many tokens to read."""
-        kept = (confidence.cpu().double() ** self.power).cumprod(1).mean(0).numpy()                   # that drafts 1..k are all kept
-        expected = 1 + np.concatenate(([0.0], kept.cumsum()))[self.sizes - 1]
-        best = len(self.sizes) - 1
+        """The drafter's confidence in each slot (rows, drafts) -> how many tokens to read."""
+        kept = (confidence.cpu().double() ** self.power).cumprod(1).mean(0).numpy()    # that drafts 1..k are all kept
+        sizes = self.sizes[self.sizes <= 1 + len(kept)]
+        expected = 1 + np.concatenate(([0.0], kept.cumsum()))[sizes - 1]
+        best = len(sizes) - 1
         if 1 in self.verify_ms:
-            best = int(np.argmax(expected - self.rate() * self.cost(self.sizes)))    # what it gives less what the time would give elsewhere
-        self.expected = dict(zip(self.sizes.tolist(), expected))
-        return int(self.sizes[best])
+            best = int(np.argmax(expected - self.rate() * self.cost(sizes)))     # what it gives less what the time would give elsewhere
+        self.expected = dict(zip(sizes.tolist(), expected))
+        self.chosen.append(int(sizes[best]))
+        return self.chosen[-1]
+
+    def reach(self):
+        """How many tokens to draft, anchor included: a little more than was read lately."""
+        return min(max(self.chosen) + 2, int(self.sizes[-1]))
 
     def rate(self):
         """Tokens a millisecond, the best way so far."""
@@ -194,16 +202,16 @@ class Pace:
         self.drafted += 1
         expected = self.expected[n]
         self.power = min(max(self.power * math.exp(0.05 * (expected - kept)), 0.1), 100.0)
-        weight = 0.3 if self.drafting and self.ms and self.wait == 0 else 1.0
-        self.tokens += weight * ((expected + kept) / 2 - self.tokens)
+        weight = max(0.1, 1 / self.drafted, 0.3 if self.pause > 2 else 0)        # a mean at first; bold where this draft only looks whether the text has changed
+        self.tokens += weight * (expected - self.tokens)
         self.ms += weight * (min(self.draft_ms) + self.cost(n) - self.ms)
         if self.drafted == 2:                                                    # the first one also read the prompt
             self.drafting, self.wait = False, 1                                  # for the cost of a plain cycle
         elif 1 in self.verify_ms:
-            if self.tokens / self.ms >= 1 / self.cost(1):
-                self.pause, self.wait = 4, 0
+            if self.tokens / self.ms > 0.98 / self.cost(1):
+                self.pause, self.wait = 2, 0
             else:
-                self.drafting, self.wait, self.pause = False, self.pause, min(2 * self.pause, 32)
+                self.drafting, self.wait, self.pause = False, self.pause, min(2 * self.pause, 16)
 
 
 @dataclass
@@ -262,7 +270,7 @@ def cycles(target, drafter, prompts, max_new_tokens, *, block_size=None, tempera
     cache = KVCache(target.config, B, capacity, device, target.dtype)
     drafter_cache = KVCache(drafter.config.layers, B, capacity + 1, device, target.dtype) if block > 1 else None
     stops = torch.tensor(sorted(stop_ids), device=device, dtype=torch.int64)
-    row, slot = torch.arange(B, device=device), torch.arange(max(block, width), device=device)
+    row, slot = torch.arange(B, device=device), torch.arange(max(block, PREFILL), device=device)
     u = uniforms(seed, B, max_new_tokens + 2 * block).to(device) if temperature > 0 else None
 
     def uniforms_of(made, n):
@@ -274,14 +282,14 @@ def cycles(target, drafter, prompts, max_new_tokens, *, block_size=None, tempera
         places = torch.where(slot[:ids.shape[1]] < count[:, None], start[:, None] + slot[:ids.shape[1]], -1)
         return () if block == 1 else (ids, places) if features is None else (ids, places, features)
 
-    def draft(anchor, length, made, *unread, end=None):
-        """-> drafts (B, block - 1); what they were drawn from, q (B, block - 1, V); and how likely each was to be kept, before it was drawn (B, block - 1)."""
+    def draft(anchor, length, made, *unread, size=block, end=None):
+        """-> drafts (B, size - 1); what they were drawn from, q (B, size - 1, V); and how likely each was to be kept, before it was drawn (B, size - 1)."""
         def pick(logits, first):
             if u is None:
                 return logits.argmax(-1), logits
             q = distribution(logits, temperature, top_k, top_p)
             return draw(q, uniforms_of(made + first, logits.shape[1])[..., 1]), q
-        drafts, q = drafter.draft(target, anchor, length, unread, drafter_cache, block, end, pick)
+        drafts, q = drafter.draft(target, anchor, length, unread, drafter_cache, size, end, pick)
         confidence = length if pace is None else q.softmax(-1).amax(-1) if u is None else q.square().sum(-1)
         return drafts, q, confidence
 
@@ -304,13 +312,17 @@ def cycles(target, drafter, prompts, max_new_tokens, *, block_size=None, tempera
     if fixed and graphs:
         draft, verify = Captured(draft), Captured(verify)
 
-    # Prefill: rows of different lengths padded on the right; causality keeps the padding unseen, the first decoded tokens overwrite it.
+    # Prefill. Rows of different lengths are padded on the right; causality keeps the padding unseen, the first decoded tokens overwrite it.
     ids = torch.tensor([list(prompt) + [0] * (width - len(prompt)) for prompt in prompts], device=device)
-    start, length = torch.zeros(B, dtype=torch.int64, device=device), torch.tensor(lengths, device=device)     # (B,): the anchor's position
-    hidden, features = target(ids, start, cache, taps, end=width)
-    logits = target.logits(hidden[row, length - 1])                              # (B, V)
+    length = torch.tensor(lengths, device=device)                                # (B,): the anchor's position
+    last, unread = 0, []                                                         # unread: what the drafter has not read yet, see `context`
+    for begin, part in zip(range(0, width, PREFILL), ids.split(PREFILL, 1)):
+        start, n = torch.full_like(length, begin), part.shape[1]
+        hidden, features = target(part, start, cache, taps, end=begin + n)
+        unread.append(context(part, start, length - begin, features))
+        last = torch.where((length > begin)[:, None], hidden[row, (length - begin).clamp(1, n) - 1], last)
+    logits = target.logits(last)                                                 # (B, V), behind each row's last token
     anchor = logits.argmax(-1) if u is None else draw(distribution(logits, temperature, top_k, top_p), u[:, 0, 0])
-    unread = [context(ids, start, length, features)]                             # what the drafter has not read yet
     made, done = torch.ones_like(length), torch.zeros_like(length, dtype=torch.bool)    # (B,) new tokens so far; rows that have ended
     no_drafts, no_q = ids[:, :0], logits[:, None][:, :0]
     yield Cycle(no_drafts, made - 1, anchor, done)
@@ -334,7 +346,8 @@ def cycles(target, drafter, prompts, max_new_tokens, *, block_size=None, tempera
         if drafting:
             # Only what was kept enters the drafter's context.
             parts = unread[0] if len(unread) == 1 else [torch.cat(part, 1) for part in zip(*unread)]
-            drafts, q, confidence = draft(anchor, length, made, *parts, **({} if fixed else {"end": longest + block}))
+            size = pace.reach() if pace and not fixed else block
+            drafts, q, confidence = draft(anchor, length, made, *parts, **({} if fixed else {"size": size, "end": longest + size}))
             unread = []
             if pace and not fixed:
                 n = pace.choose(confidence[~done])

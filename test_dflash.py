@@ -644,6 +644,15 @@ def test_greedy_output_is_the_targets(kind, block_size, shapes, trained, monkeyp
         assert 2 < out.tau < 5                                                                    # the test sees long and short cycles
 
 
+def test_prompts_are_read_in_pieces(trained, monkeypatch):
+    target, drafter = trained
+    prompts = [*PROMPTS, [i % 50 for i in range(33)], [2 * i % 50 for i in range(20)], [5] * 10]
+    whole = speculative(target, drafter, prompts, 30)
+    monkeypatch.setattr(decode, "PREFILL", 10)
+    out = speculative(target, drafter, prompts, 30)
+    assert out.tokens == whole.tokens == autoregressive(target, prompts, 30).tokens and out.acceptance_lengths == whole.acceptance_lengths
+
+
 def test_plain_decoding_is_the_argmax_of_one_pass(trained):
     target, _ = trained
     row = autoregressive(target, [PROMPTS[1]], 20).tokens[0]
