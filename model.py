@@ -258,12 +258,31 @@ class KVCache:
         return seen
 
 
+def linear(x, weight, bias=None):
+    """x (..., K), weight (N, K) -> x W^T + bias (..., N). In bfloat16 on the CPU a handful of tokens, the case of decoding, is multiplied as (W x^T)^T: that way
+    round the weights are read 1.2 to 1.6 times as fast. (In float32 the product gains less, and what comes after it loses more to the odd layout.)"""
+    tokens = x.numel() // x.shape[-1]
+    if x.device.type == "cpu" and x.dtype == torch.bfloat16 == weight.dtype and tokens <= 64 and not torch.is_grad_enabled():
+        flat = x.reshape(tokens, -1)
+        y = (weight @ flat[0])[None] if tokens == 1 else (weight @ flat.T).T
+        return (y if bias is None else y + bias).view(*x.shape[:-1], -1)
+    return F.linear(x, weight, bias)
+
+
+class Linear(nn.Linear):
+    def forward(self, x):
+        return linear(x, self.weight, self.bias)
+
+
 class RMSNorm(nn.Module):
     def __init__(self, size, eps):
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
 
     def forward(self, x):
+        if x.device.type == "cpu" and x.dtype == torch.float32 and not torch.is_grad_enabled():      # half the time of the CPU's rms_norm
+            norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+            return x * norm.square_().div_(x.shape[-1]).add_(self.eps).rsqrt_() * self.weight
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
@@ -276,10 +295,10 @@ class Attention(nn.Module):
         C, H, K, D = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
         bias = config.attention_bias or config.model_type == "qwen2"
         self.layer, self.head_dim = layer, D
-        self.q_proj = nn.Linear(C, H * D, bias=bias)
-        self.k_proj = nn.Linear(C, K * D, bias=bias)
-        self.v_proj = nn.Linear(C, K * D, bias=bias)
-        self.o_proj = nn.Linear(H * D, C, bias=config.attention_bias)
+        self.q_proj = Linear(C, H * D, bias=bias)
+        self.k_proj = Linear(C, K * D, bias=bias)
+        self.v_proj = Linear(C, K * D, bias=bias)
+        self.o_proj = Linear(H * D, C, bias=config.attention_bias)
         qk_norm = config.model_type == "qwen3"
         self.q_norm = RMSNorm(D, config.rms_norm_eps) if qk_norm else nn.Identity()
         self.k_norm = RMSNorm(D, config.rms_norm_eps) if qk_norm else nn.Identity()
@@ -302,9 +321,9 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -347,7 +366,7 @@ class Transformer(nn.Module):
 
     def logits(self, hidden):
         """The LM head, the target's and the drafter's: (..., C) -> (..., V)."""
-        return F.linear(hidden, self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight)
+        return linear(hidden, self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight)
 
     def init_weights(self, generator):
         """Normal with deviation 1/sqrt(fan-in); the projections that write to the residual stream start at zero, so that every layer
