@@ -888,14 +888,14 @@ def make_baseline(kind, target, block_size=5, seed=7):
 @pytest.mark.parametrize("kind", BASELINES)
 def test_greedy_output_with_a_baseline_is_the_targets(kind, block_size, shapes, monkeypatch):
     target, _ = make_pair(vocab=5, mask=4)                                                        # so few tokens that random drafts are often kept
-    drafter = make_baseline(kind, target)
+    drafter = make_baseline(kind, target, seed=12)
     prompts = [[3], [1, 2, 3, 4, 0, 1, 2, 3, 4], [0, 2, 4, 1], [4, 3, 3]]
     if block_size == "wandering":
         monkeypatch.setattr(decode, "Pace", Wandering)
     size = "auto" if type(block_size) is str else block_size
     plain = autoregressive(target, prompts, 40)
     out = speculative(target, drafter, prompts, 40, block_size=size)
-    assert out.tokens == plain.tokens and (size in (1, "auto") or out.tau > 1.05)
+    assert out.tokens == plain.tokens and (size in (1, "auto") or 1.2 < out.tau < 2)
     for prompt, row, lengths in zip(prompts, plain.tokens, out.acceptance_lengths):
         alone = speculative(target, drafter, [prompt], 40, block_size=size)
         assert alone.tokens == [row] and (size == "auto" or alone.acceptance_lengths == [lengths])
@@ -904,13 +904,13 @@ def test_greedy_output_with_a_baseline_is_the_targets(kind, block_size, shapes, 
     assert speculative(target, drafter, prompts, 40, block_size=size, stop_ids=stops).tokens == expected
 
 
-def test_a_drafter_that_is_the_target_is_always_right(shapes, trained):
-    target, _ = trained
+def test_a_drafter_that_is_the_target_is_always_right(shapes):
+    target, _ = make_pair(layers=4)
     drafter = ARDrafter.for_target(target, num_layers=4, block_size=6).eval()
     drafter.init_weights(target, torch.Generator().manual_seed(0))
     for temperature in (0.0, 1.0):
-        out = speculative(target, drafter, PROMPTS, 41, temperature=temperature, seed=0)
-        assert all(row == [6] * 8 for row in out.acceptance_lengths)
+        out = speculative(target, drafter, PROMPTS, 43, temperature=temperature, seed=0)
+        assert all(row == [6] * 7 for row in out.acceptance_lengths)
 
 
 @pytest.mark.parametrize("kind, name", (("eagle3", "plain"), ("ar", "top-p")))
