@@ -71,7 +71,7 @@ class Drafter(nn.Module):
             own |= {f"layers.{i}.{name}": value for name, value in layer.items() if f"layers.{i}.{name}" in own}
         for name, parameter in self.named_parameters():
             if own[name].shape != parameter.shape:                               # EAGLE-3's q, k, v: the half that reads the embedding starts small
-                own[name] = torch.cat((0.1 * parameter[:, own[name].shape[1]:], own[name]), 1)
+                own[name] = torch.cat((0.1 * parameter[:, own[name].shape[1]:], own[name].to(parameter)), 1)
         own["norm.weight"] = target.model.norm.weight
         C = own["fc.weight"].shape[0]
         own["fc.weight"] *= 0.1

@@ -941,6 +941,30 @@ def test_auto_does_not_look_at_drawn_drafts(kind, small_vocabulary, monkeypatch)
     assert torch.equal(seen[0], seen[0][:, :1].expand(-1, 3))
 
 
+@pytest.mark.parametrize("end", (30, None))
+@pytest.mark.parametrize("kind", BASELINES)
+def test_rows_that_have_ended_touch_no_other_row(kind, end):
+    """Theirs may be a portion without anything kept, wider than the room left in the cache."""
+    target, _ = make_pair()
+    drafter = make_baseline(kind, target)
+    ids = torch.randint(60, (3, 25), generator=torch.Generator().manual_seed(0))
+    pick = lambda logits, slot: (logits.argmax(-1), logits)
+    q = {}
+    with torch.no_grad():
+        features = target(ids, taps=(1, 2, 2))[1] if kind == "eagle3" else None
+        for rows in ([1], [0, 1, 2]):
+            cache = KVCache(drafter.config.layers, len(rows), 32, "cpu", torch.float32)
+            start = torch.tensor([26, 4, 26])[rows]
+            for read in (0, 4):                                                                   # row 1 goes on, rows 0 and 2 have ended
+                start = start + torch.tensor([0, read // 2, 0])[rows]
+                first = torch.tensor([26, read, 26])[rows]                                        # what has not been read yet begins here
+                at = torch.arange(25).expand(len(rows), -1)
+                places = torch.where((at >= first[:, None]) & (at < start[:, None]), at, -1)
+                unread = (ids[rows], places) if features is None else (ids[rows], places, features[rows])
+                q[len(rows)] = drafter.draft(target, ids[rows, 10], start, unread, cache, 5, end, pick)[1][rows.index(1)]
+    torch.testing.assert_close(q[1], q[3], atol=1e-5, rtol=1e-5)
+
+
 def eagle_unrolled(target, drafter, ids, features):
     """Normed hidden states of every step of the training-time test: [(B, S - 2 - j, C) for each step j]."""
     caught = []

@@ -37,7 +37,7 @@ from tqdm import tqdm
 
 from decode import autoregressive, encode_prompt, find_device, read_lines, run_benchmark, run_command, stop_tokens
 from drafter import DRAFTERS, sample_anchors
-from model import CODE_PATTERN, Layer, ModelConfig, Tokenizer, Transformer, UserError, read_json, write_json, write_whole
+from model import CODE_PATTERN, MLP, Layer, ModelConfig, RMSNorm, Tokenizer, Transformer, UserError, read_json, write_json, write_whole
 
 MASK_TOKEN = "<|mask|>"
 END_TOKEN = "<|endoftext|>"
@@ -425,8 +425,9 @@ def train(run, stage, module, batch_loss, settings, *, steps, minutes, lr, token
     parameters = list(module.parameters())
     module.train()
     if run.compile:                                                              # the layers share one compiled function, where the whole model takes a minute
-        for layer in filter(lambda m: isinstance(m, Layer), module.modules()):
-            layer.compile()
+        parts = (RMSNorm, MLP) if stage == "eagle3" else Layer                   # EAGLE-3 calls its layer's parts, many times a step
+        for part in filter(lambda m: isinstance(m, parts), module.modules()):
+            part.compile()
 
     def one_step(step, factor):
         loss, weight = batch_loss(step)
