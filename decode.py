@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from drafter import DFlashDrafter
+from drafter import DRAFTERS, load_drafter
 from model import DTYPES, KVCache, Tokenizer, Transformer, UserError, write_json
 
 PREFILL = 512      # tokens of a prompt that are read at once: on the CPU the mask, PREFILL x context, would otherwise outgrow the cache
@@ -156,7 +156,8 @@ class Pace:
     that is adjusted until it predicts what was kept so far. Where drafts don't pay, plain cycles go on for a while, and then one draft looks again.
 
     The output stays exact. All that a choice depends on is decided text, times, and q, the drafter's distributions, which are functions of decided text; never the tokens
-    that were drawn from q and are about to be judged. (A rule that read less of the block where a draft looks unlikely would favour likely ones.)
+    that were drawn from q and are about to be judged. (A rule that read less of the block where a draft looks unlikely would favour likely ones. And where a drafter
+    reads its own drafts, the later slots' q tell which they were: above temperature 0 only its first slot's counts.)
     """
 
     def __init__(self, sizes):
@@ -291,6 +292,8 @@ def cycles(target, drafter, prompts, max_new_tokens, *, block_size=None, tempera
             return draw(q, uniforms_of(made + first, logits.shape[1])[..., 1]), q
         drafts, q = drafter.draft(target, anchor, length, unread, drafter_cache, size, end, pick)
         confidence = length if pace is None else q.softmax(-1).amax(-1) if u is None else q.square().sum(-1)
+        if pace and u is not None and drafter.in_turn:                           # a later slot's q tells which tokens were drawn before it: see `Pace`
+            confidence = confidence[:, :1].expand(-1, block - 1)
         return drafts, q, confidence
 
     def verify(drafts, q, anchor, length, made, done, end=None):
@@ -494,7 +497,7 @@ def sweep(target, drafter, prompts, progress, **how):
     for batch in (1, 4, 16, 64):
         rows = [prompts[i % len(prompts)] for i in range(batch)]
         entry = {"batch": batch}
-        for method, d in (("autoregressive", None), ("dflash", drafter)):
+        for method, d in (("autoregressive", None), ("speculative", drafter)):
             progress(f"batch of {batch}, {method}")
             began = time.perf_counter()
             out = speculative(target, d, rows, 64, **how)
@@ -506,7 +509,7 @@ def sweep(target, drafter, prompts, progress, **how):
 def show_sweep(found):
     """The sweep as tables with bars."""
     lines = []
-    for key, columns in (("block_size", ("draft_ms", "verify_ms")), ("context", ("draft_ms", "verify_ms")), ("batch", ("autoregressive", "dflash"))):
+    for key, columns in (("block_size", ("draft_ms", "verify_ms")), ("context", ("draft_ms", "verify_ms")), ("batch", ("autoregressive", "speculative"))):
         most = max(row[c] or 0 for row in found[key] for c in columns)
         lines += ["", {"block_size": "block size: milliseconds of one pass (context 64)", "context": f"context: milliseconds of one pass (block {found['context'][0]['block_size']}), "
                        "and the KV caches", "batch": "batch: tokens a second, all rows together"}[key]]
@@ -620,7 +623,7 @@ def parser():
     p = argparse.ArgumentParser(description="Decode with a target and its DFlash drafter, or benchmark them against plain decoding.")
     p.add_argument("--out", default="out", help="what train.py left: target/, drafter/, heldout.jsonl (default: out)")
     p.add_argument("--target", help="folder of the target, instead of OUT/target")
-    p.add_argument("--drafter", help="folder of the drafter, instead of OUT/drafter")
+    p.add_argument("--drafter", nargs="+", metavar="DIR", help="folders of drafters, instead of OUT/drafter, OUT/eagle3 and OUT/ar; without --bench the first is used")
     what = p.add_mutually_exclusive_group(required=True)
     what.add_argument("--prompt", help="text to continue")
     what.add_argument("--bench", action="store_true", help="measure plain decoding and the drafter on held-out prompts; writes OUT/report.json")
@@ -715,16 +718,20 @@ def main(argv=None):
     folder = args.target or Path(args.out) / "target"
     target = Transformer.from_pretrained(folder, device=device, dtype=DTYPES.get(args.dtype))
     tokenizer = Tokenizer.from_pretrained(folder)
-    drafter = None if args.plain else DFlashDrafter.from_pretrained(args.drafter or Path(args.out) / "drafter", target)
+    folders = args.drafter or [path for kind in DRAFTERS.values() if (path := Path(args.out) / kind.folder).exists()] or [Path(args.out) / "drafter"]
+    opened = [] if args.plain else [load_drafter(path, target) for path in folders[:None if args.bench else 1]]
+    drafters = {}
+    for drafter, path in zip(opened, folders):
+        drafters[f"{drafter.method} {path}" if drafter.method in drafters else drafter.method] = drafter
     how = dict(block_size=args.block_size, seed=args.seed, top_k=args.top_k, top_p=args.top_p, graphs=args.graphs)
     if args.bench:
-        run_benchmark(args.out, target, {} if drafter is None else {"dflash": drafter}, tokenizer, args.data or Path(args.out) / "heldout.jsonl", prompts=args.prompts,
+        run_benchmark(args.out, target, drafters, tokenizer, args.data or Path(args.out) / "heldout.jsonl", prompts=args.prompts,
                       prompt_tokens=args.prompt_tokens, max_new_tokens=args.max_new_tokens, sweeping=args.sweep,
                       temperatures=(0.0, 1.0) if args.temperature is None else (args.temperature,), **how)
     else:
         text = args.prompt.encode("utf-8", "replace").decode()
         entry = {"messages": [{"role": "user", "content": text}]} if args.chat else {"prompt": text}
-        stream(target, drafter, tokenizer, "" if args.chat else text, encode_prompt(entry, tokenizer, None), args.max_new_tokens, stop_tokens(target, tokenizer), args.show,
+        stream(target, opened[0] if opened else None, tokenizer, "" if args.chat else text, encode_prompt(entry, tokenizer, None), args.max_new_tokens, stop_tokens(target, tokenizer), args.show,
                temperature=args.temperature or 0.0, **how)
 
 

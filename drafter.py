@@ -8,6 +8,8 @@
                                                                     slot k predicts the token AT position anchor + k
 
 The anchor is the last verified token: the target has chosen it but not yet read it, so its own feature does not exist.
+
+Below it two baselines that draft one token after the other, through the same decoding loop: EAGLE-3 and a small Transformer.
 """
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,8 +19,8 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import nn
 
-from kernels import context_and_block, dflash_training, make_mask
-from model import Layer, ModelConfig, RMSNorm, Rope, UserError, empty, init_weights, load_weights, read_json, save_model
+from kernels import attention, causal, context_and_block, dflash_training, make_mask
+from model import Layer, ModelConfig, RMSNorm, Rope, Transformer, UserError, empty, init_weights, load_weights, read_json, rotate, save_model
 
 
 def default_taps(num_target_layers, taps=5):
@@ -32,12 +34,16 @@ def default_taps(num_target_layers, taps=5):
 class DrafterConfig:
     layers: ModelConfig                 # of the draft layers: the target's with fewer layers
     block_size: int
-    mask_token_id: int
-    target_layer_ids: list
+    mask_token_id: int | None           # DFlash's
+    target_layer_ids: list              # the taps; none: the drafter reads tokens only
     num_target_layers: int
 
 
-class DFlashDrafter(nn.Module):
+class Drafter(nn.Module):
+    """What the drafters share: the modules (of the two that read features), how they start, and their files."""
+    in_turn, default_taps = False, staticmethod(default_taps)                    # in_turn: each token is drafted from the drafts before it
+    dtype = property(lambda self: next(self.parameters()).dtype)
+
     def __init__(self, config):
         super().__init__()
         self.config, layers = config, config.layers
@@ -52,7 +58,7 @@ class DFlashDrafter(nn.Module):
         """A new drafter of the target's width and head layout; initialize it with `init_weights`."""
         L = target.config.num_hidden_layers
         layers = replace(target.config, model_type="qwen3", num_hidden_layers=num_layers, attention_bias=False)
-        return cls(DrafterConfig(layers, block_size, mask_token_id, target_layer_ids or default_taps(L), L))
+        return cls(DrafterConfig(layers, block_size, mask_token_id, target_layer_ids or cls.default_taps(L), L))
 
     @torch.no_grad()
     def init_weights(self, target, generator):
@@ -63,11 +69,53 @@ class DFlashDrafter(nn.Module):
         for i in range(len(self.layers)):
             layer = target.model.layers[max(0, len(target.model.layers) - len(self.layers) + i)].state_dict()
             own |= {f"layers.{i}.{name}": value for name, value in layer.items() if f"layers.{i}.{name}" in own}
+        for name, parameter in self.named_parameters():
+            if own[name].shape != parameter.shape:                               # EAGLE-3's q, k, v: the half that reads the embedding starts small
+                own[name] = torch.cat((0.1 * parameter[:, own[name].shape[1]:], own[name].to(parameter)), 1)
         own["norm.weight"] = target.model.norm.weight
         C = own["fc.weight"].shape[0]
         own["fc.weight"] *= 0.1
         own["fc.weight"][:, -C:] += torch.eye(C)
         self.load_state_dict(own)
+
+    @classmethod
+    def from_pretrained(cls, path, target):
+        """Opens a checkpoint (of DFlash also a published one) for this target, in the target's dtype and on its device. UserError says what doesn't fit."""
+        where, raw = Path(path) / "config.json", read_json(Path(path) / "config.json")
+        config = raw.get(f"{cls.method}_config") or {}
+        if not isinstance(config, dict):
+            raise UserError(f"{where}: {cls.method}_config = {config!r} is no object")
+        L, layers = target.config.num_hidden_layers, ModelConfig.from_dict(raw, where)
+        block_size, mask = raw.get("block_size", config.get("block_size")), config.get("mask_token_id", raw.get("mask_token_id"))
+        taps = config.get("target_layer_ids") or raw.get("target_layer_ids") or cls.default_taps(L, layers.num_hidden_layers)
+        is_dflash, known = cls.method == "dflash", layers.model_type == "qwen3" or cls.method == "ar"
+        if raw.get("architectures") not in (None, [cls.architecture]) or not known or type(block_size) is not int or block_size < 1:
+            raise UserError(f"{where}: not {cls.title} (architectures {raw.get('architectures')}, model_type {layers.model_type!r}, "
+                            f"block_size {block_size}); give the folder that train.py wrote as {cls.folder}/{', or a published one' * is_dflash}")
+        for name, own, theirs in (("num_target_layers", raw.get("num_target_layers", L), L),
+                                  *((field, getattr(layers, field), getattr(target.config, field))
+                                    for field in ("hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim"))):
+            if own != theirs:
+                raise UserError(f"{where}: this drafter belongs to another target: {name} is {own} here and {theirs} in the target")
+        if not isinstance(taps, list) or not all(type(tap) is int and 0 <= tap < L for tap in taps):
+            raise UserError(f"{where}: target_layer_ids {taps} do not all lie in the target's {L} layers (0 to {L - 1})")
+        if is_dflash and (type(mask) is not int or not 0 <= mask < layers.vocab_size):
+            raise UserError(f"{where}: mask_token_id {mask} is no token of a vocabulary of {layers.vocab_size}")
+        drafter = empty(lambda: cls(DrafterConfig(layers, block_size, mask, taps, L)), target.device, target.dtype)
+        load_weights(drafter, path)
+        return drafter.eval()
+
+    def save_pretrained(self, path):
+        """DFlash: writes the layout that the published code, vLLM (method dflash) and SGLang (algorithm DFLASH) read. The others' is like it."""
+        config = self.config
+        save_model(self, path, {
+            **config.layers.to_dict(), "architectures": [self.architecture], "block_size": config.block_size, "num_target_layers": config.num_target_layers,
+            "layer_types": ["full_attention"] * config.layers.num_hidden_layers, f"{self.method}_config": {
+                "block_size": config.block_size, "mask_token_id": config.mask_token_id, "target_layer_ids": config.target_layer_ids}})
+
+
+class DFlashDrafter(Drafter):
+    method, folder, architecture, title = "dflash", "drafter", "DFlashDraftModel", "a DFlash drafter"
 
     def forward(self, features, block, positions, mask, cache=None):
         """Section 4.1: the hidden states of the blocks, given the target's features of the context.
@@ -109,46 +157,8 @@ class DFlashDrafter(nn.Module):
         hidden = self(features, target.model.embed_tokens(ids), positions, mask, cache)
         return pick(target.logits(hidden[:, 1:]), 0)
 
-    # ---- files ---------------------------------------------------------------------------------------------------------------
-
-    @property
-    def dtype(self):
-        return self.norm.weight.dtype
-
-    @classmethod
-    def from_pretrained(cls, path, target):
-        """Opens a published DFlash checkpoint for this target, in the target's dtype and on its device. UserError says what doesn't fit."""
-        where, raw = Path(path) / "config.json", read_json(Path(path) / "config.json")
-        dflash = raw.get("dflash_config") or {}
-        if not isinstance(dflash, dict):
-            raise UserError(f"{where}: dflash_config = {dflash!r} is no object")
-        L, layers = target.config.num_hidden_layers, ModelConfig.from_dict(raw, where)
-        block_size, mask = raw.get("block_size", dflash.get("block_size")), dflash.get("mask_token_id", raw.get("mask_token_id"))
-        taps = dflash.get("target_layer_ids") or raw.get("target_layer_ids") or default_taps(L, layers.num_hidden_layers)
-        if raw.get("architectures") not in (None, ["DFlashDraftModel"]) or layers.model_type != "qwen3" or type(block_size) is not int or block_size < 1:
-            raise UserError(f"{where}: not a DFlash drafter (architectures {raw.get('architectures')}, model_type {layers.model_type!r}, "
-                            f"block_size {block_size}); give the folder that train.py wrote as drafter/, or a published one")
-        for name, own, theirs in (("num_target_layers", raw.get("num_target_layers", L), L),
-                                  *((field, getattr(layers, field), getattr(target.config, field))
-                                    for field in ("hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim"))):
-            if own != theirs:
-                raise UserError(f"{where}: this drafter belongs to another target: {name} is {own} here and {theirs} in the target")
-        if not isinstance(taps, list) or not all(type(tap) is int and 0 <= tap < L for tap in taps):
-            raise UserError(f"{where}: target_layer_ids {taps} do not all lie in the target's {L} layers (0 to {L - 1})")
-        if type(mask) is not int or not 0 <= mask < layers.vocab_size:
-            raise UserError(f"{where}: mask_token_id {mask} is no token of a vocabulary of {layers.vocab_size}")
-        drafter = empty(lambda: cls(DrafterConfig(layers, block_size, mask, taps, L)), target.device, target.dtype)
-        load_weights(drafter, path)
-        return drafter.eval()
-
-    def save_pretrained(self, path):
-        """Writes the layout that the published code, vLLM (method dflash) and SGLang (algorithm DFLASH) read."""
-        config = self.config
-        save_model(self, path, {
-            **config.layers.to_dict(), "architectures": ["DFlashDraftModel"], "model_type": "qwen3",
-            "block_size": config.block_size, "num_target_layers": config.num_target_layers,
-            "layer_types": ["full_attention"] * config.layers.num_hidden_layers,
-            "dflash_config": {"block_size": config.block_size, "mask_token_id": config.mask_token_id, "target_layer_ids": config.target_layer_ids}})
+    def loss(self, target, ids, features, trainable, anchors, valid, target_hidden=None, gamma=None):
+        return drafter_loss(self, target, ids, features, trainable, anchors, valid, gamma or default_gamma(self.config.block_size), target_hidden)
 
 
 # ---- training (section 4.2) ----------------------------------------------------------------------------------------------------
@@ -169,6 +179,22 @@ def default_gamma(block_size):
     return max(1.0, {16: 7.0, 10: 5.0, 8: 4.0}.get(block_size, 1.0 + 0.375 * block_size))
 
 
+def token_losses(head, target, hidden, labels, chunk=2**28):
+    """Cross-entropy (N,) of head(hidden (N, C)) against labels: tokens (N,), or the target's final hidden states (N, C), whose distributions count.
+    chunk: logits held at once, in numbers; more are computed, dropped and recomputed in the backward pass."""
+    def losses(hidden, labels):
+        if labels.is_floating_point():
+            labels = target.logits(labels).float().softmax(-1).detach()
+        return F.cross_entropy(head(hidden).float(), labels, reduction="none")
+
+    @torch.compiler.disable                                                      # a compiled graph would hold the loop unrolled
+    def in_chunks(hidden, labels):
+        return torch.cat([torch.utils.checkpoint.checkpoint(losses, *part, use_reentrant=False)
+                          for part in zip(hidden.split(rows), labels.split(rows))])
+    rows = max(1, chunk // target.config.vocab_size)
+    return losses(hidden, labels) if len(hidden) <= rows else in_chunks(hidden, labels)
+
+
 def drafter_loss(drafter, target, ids, features, trainable, anchors, valid, gamma, target_hidden=None, chunk=2**28):
     """Weighted cross-entropy of all blocks of all rows, in one forward pass under the sparse mask.
 
@@ -176,7 +202,7 @@ def drafter_loss(drafter, target, ids, features, trainable, anchors, valid, gamm
     gamma: slot k weighs exp(-(k - 1) / gamma), slot 0 (the anchor, which is given) nothing; inf: all alike.
     target_hidden: (B, S, C), the target's final hidden states of the text: the labels are then its whole distributions instead of the one
         token that was drawn from each. At temperature 1 the expected gradient is the same, with much less noise.
-    chunk: logits held at once, in numbers; more are computed, dropped and recomputed in the backward pass.
+    chunk: as in `token_losses`.
     Returns (sum of the weighted losses, sum of the weights): processes add up theirs before they divide.
     """
     (B, S), N, block_size, device = ids.shape, anchors.shape[1], drafter.config.block_size, ids.device
@@ -197,16 +223,159 @@ def drafter_loss(drafter, target, ids, features, trainable, anchors, valid, gamm
     else:
         before = (inside - 1).clamp(min=0)[..., None].expand(-1, -1, target_hidden.shape[-1])
         labels = predicting(target_hidden.gather(1, before))                     # what the target predicts them from
-
-    def losses(hidden, labels):
-        if labels.is_floating_point():
-            labels = target.logits(labels).float().softmax(-1).detach()
-        return F.cross_entropy(target.logits(hidden).float(), labels, reduction="none")
-
-    @torch.compiler.disable                                                      # a compiled graph would hold the loop unrolled
-    def in_chunks(hidden, labels):
-        return torch.cat([torch.utils.checkpoint.checkpoint(losses, *part, use_reentrant=False)
-                          for part in zip(hidden.split(rows), labels.split(rows))])
-    hidden, rows = predicting(hidden), max(1, chunk // target.config.vocab_size)
-    loss = losses(hidden, labels) if len(hidden) <= rows else in_chunks(hidden, labels)
+    loss = token_losses(target.logits, target, predicting(hidden), labels, chunk)
     return (loss * weight).sum(), weight.sum()
+
+
+# ---- baselines: drafting one token after the other ---------------------------------------------------------------------------------
+
+def pack(start, unread):
+    """-> what `unread` (see DFlashDrafter.draft) holds, ids and perhaps features, each row's kept part in front and junk behind; its length and first position (B,)."""
+    ids, places, *features = unread
+    order = (places < 0).int().argsort(dim=1, stable=True)                       # (B, W)
+    count = (places >= 0).sum(1)
+    return [ids.gather(1, order), *(x.gather(1, order[..., None].expand_as(x)) for x in features)], count, start - count
+
+
+def draft_in_turn(read, head, ids, hidden, first, last, block_size, end, pick, cache):
+    """read(ids (B, n), hidden, first (B,), end) -> hidden (B, n, C): one causal pass over n positions from `first` on, of which the one at index
+    last (B,) drafts. Each further pass reads the token just drafted. What those passes leave in the cache the next call writes over."""
+    first = first.clamp(max=cache.length - ids.shape[1])                         # only a row that has ended comes so far: its junk would leave the cache
+    at, picked = first + last, []                                                # at (B,): the position that drafts
+    for slot in range(block_size - 1):
+        hidden = read(ids, hidden, first, None if end is None else int(at.max()) + 1)
+        hidden = hidden.gather(1, last[:, None, None].expand(-1, -1, hidden.shape[2]))    # (B, 1, C)
+        picked.append(pick(head(hidden), slot))
+        at, last = at + 1, torch.zeros_like(last)
+        ids, first = picked[-1][0], at
+    return tuple(torch.cat(parts, 1) for parts in zip(*picked))                  # tokens (B, block_size - 1), q (B, block_size - 1, V)
+
+
+def chain_attention(q, keys, values):
+    """One step of the training-time test: chain t sees step 0 up to position t, and itself in every later step.
+    q: (B, S, H, D); keys, values: (B, S, K, D) of step 0, step 1, ... -> (B, S, H, D)"""
+    S, q = q.shape[1], q.unflatten(2, (keys[0].shape[2], -1)) * q.shape[3] ** -0.5        # (B, S, K, H / K, D)
+    future = torch.ones(S, S, dtype=torch.bool, device=q.device).triu(1)
+    scores = torch.einsum("bskgd,btkd->bkgst", q, keys[0]).masked_fill(future, float("-inf"))
+    own = [torch.einsum("bskgd,bskd->bkgs", q, k)[..., None] for k in keys[1:]]
+    weights = torch.cat((scores, *own), -1).float().softmax(-1).to(q.dtype)      # (B, K, H / K, S, S + steps)
+    out = torch.einsum("bkgst,btkd->bskgd", weights[..., :S], values[0])
+    for i, v in enumerate(values[1:], S):
+        out = out + torch.einsum("bkgs,bskd->bskgd", weights[..., i], v)
+    return out.flatten(2, 3)
+
+
+class Eagle3Drafter(Drafter):
+    """EAGLE-3 (Li et al., arXiv:2503.01840): one layer whose position t reads the target's feature of t and the embedding of the token at t + 1,
+    and predicts the token at t + 2. Behind the verified text its own output takes the feature's place."""
+    method, folder, architecture, title = "eagle3", "eagle3", "Eagle3DraftModel", "an EAGLE-3 drafter"
+    in_turn = True
+
+    def __init__(self, config):
+        super().__init__(config)
+        attn, C = self.layers[0].self_attn, config.layers.hidden_size
+        for name in ("q_proj", "k_proj", "v_proj"):                              # they read [embedding, hidden]
+            setattr(attn, name, nn.Linear(2 * C, getattr(attn, name).out_features, bias=False))
+
+    @staticmethod
+    def default_taps(L, _=None):
+        """A low, a middle and a high layer."""
+        return sorted(min(max(tap, 1), L - 1) for tap in (1, L // 2 - 1, L - 4))
+
+    @classmethod
+    def for_target(cls, target, *, block_size=16, **_):
+        """It always has one layer, and no mask."""
+        return super().for_target(target, num_layers=1, block_size=block_size, mask_token_id=None)
+
+    def forward(self, hidden, embedding, positions, attend):
+        """hidden, embedding: (B, n, C) at positions (B, n); attend: q (B, n, H, D), k, v (B, n, K, D) -> (B, n, H, D). Returns the new hidden."""
+        layer, attn = self.layers[0], self.layers[0].self_attn
+        x = torch.cat((layer.input_layernorm(embedding), self.hidden_norm(hidden)), -1)   # (B, n, 2C)
+        q, k, v = (proj(x).unflatten(-1, (-1, attn.head_dim)) for proj in (attn.q_proj, attn.k_proj, attn.v_proj))
+        cos, sin = self.rope(positions, x.dtype)
+        q, k = rotate(attn.q_norm(q), cos, sin).to(v.dtype), rotate(attn.k_norm(k), cos, sin).to(v.dtype)
+        hidden = hidden + attn.o_proj(attend(q, k, v).flatten(2))
+        return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+
+    def draft(self, target, anchor, start, unread, cache, block_size, end, pick):
+        """As DFlashDrafter.draft, in block_size - 1 passes: pick gets the logits (B, 1, V) of one slot after the other."""
+        (ids, features), count, first = pack(start, unread)
+        last = (count - 1).clamp(min=0)                                          # a row that has ended may have nothing unread
+        ids = ids.roll(-1, 1).scatter(1, last[:, None], anchor[:, None])         # (B, W), the token after each
+
+        def read(ids, hidden, first, end):
+            B, n = ids.shape
+            positions = first[:, None] + torch.arange(n, device=ids.device)
+            cache.at(positions, end)
+            mask = None                                                          # one row and position, and the cache cut to its length: it sees all
+            if B > 1 or n > 1 or end is None:
+                mask = make_mask(causal(first), B, n, cache.end, ids.device, self.dtype)
+            attend = lambda q, k, v: attention(*(x.transpose(1, 2) for x in (q, *cache.update(0, k, v))), mask).transpose(1, 2)
+            return self(hidden, target.model.embed_tokens(ids), positions, attend)
+        return draft_in_turn(read, lambda hidden: target.logits(self.norm(hidden)), ids, self.fc(features), first, last, block_size, end, pick, cache)
+
+    def loss(self, target, ids, features, trainable, target_hidden=None, chunk=2**28):
+        """Training-time test: block_size - 1 steps of drafting from every position at once, each fed with the hidden states of the one before.
+        In step j chain t stands at position t + j, reads the token behind it and predicts the one at t + 2 + j; the step weighs 0.8**j.
+        Arguments and result as `drafter_loss` has them."""
+        (B, S), steps = ids.shape, self.config.block_size - 1
+        ahead = lambda x, n: torch.cat((x[:, n:], torch.zeros_like(x[:, :n])), 1)         # [t] is x[t + n]
+        hidden, keys, values, total, weight = self.fc(features).to(self.dtype), [], [], 0.0, 0.0
+
+        def attend(q, k, v):
+            keys.append(k)
+            values.append(v)
+            if steps * B * q.shape[2] * S * S > chunk:                           # too many scores to keep: the backward pass computes them again
+                return torch.utils.checkpoint.checkpoint(chain_attention, q, list(keys), list(values), use_reentrant=False)
+            return chain_attention(q, keys, values)
+        for j in range(steps):
+            hidden = self(hidden, target.model.embed_tokens(ahead(ids, 1 + j)), torch.arange(j, S + j, device=ids.device).expand(B, S), attend)
+            counts = ahead(trainable, 2 + j)                                     # (B, S)
+            labels = ahead(ids, 2 + j) if target_hidden is None else ahead(target_hidden, 1 + j)
+            total += 0.8**j * token_losses(target.logits, target, self.norm(hidden[counts]), labels[counts], chunk // steps).sum()
+            weight += 0.8**j * counts.sum()
+        return total, weight
+
+
+class ARDrafter(Drafter):
+    """The classic draft model: a smaller Transformer of the target's width and vocabulary, with an embedding and a head of its own."""
+    method, folder, architecture, title = "ar", "ar", "ARDraftModel", "an autoregressive drafter"
+    in_turn, default_taps = True, staticmethod(lambda L, _=None: [])
+
+    def __init__(self, config):
+        nn.Module.__init__(self)
+        self.config, self.transformer = config, Transformer(config.layers)
+
+    @classmethod
+    def for_target(cls, target, *, num_layers=5, block_size=16, **_):
+        return cls(DrafterConfig(replace(target.config, num_hidden_layers=num_layers), block_size, None, [], target.config.num_hidden_layers))
+
+    def init_weights(self, target, generator):
+        """Starts as the target without its last layers."""
+        self.transformer.init_weights(generator)
+        self.transformer.load_state_dict(target.state_dict(), strict=False)
+
+    def draft(self, target, anchor, start, unread, cache, block_size, end, pick):
+        """As Eagle3Drafter.draft. The first pass reads the unread tokens and the anchor."""
+        (ids,), count, first = pack(start, unread[:2])
+        ids = F.pad(ids, (0, 1)).scatter(1, count[:, None], anchor[:, None])     # (B, W + 1)
+        read = lambda ids, hidden, first, end: self.transformer(ids, first, cache, end=end)[0]
+        return draft_in_turn(read, self.transformer.logits, ids, None, first, count, block_size, end, pick, cache)
+
+    def loss(self, target, ids, trainable, target_hidden=None):
+        """Cross-entropy of the next token where that is trainable; see `drafter_loss`."""
+        counts, labels = trainable[:, 1:], ids[:, 1:] if target_hidden is None else target_hidden[:, :-1]
+        hidden = self.transformer(ids)[0][:, :-1]
+        return token_losses(self.transformer.logits, target, hidden[counts], labels[counts]).sum(), counts.sum().float()
+
+
+DRAFTERS = {cls.method: cls for cls in (DFlashDrafter, Eagle3Drafter, ARDrafter)}
+
+
+def load_drafter(path, target):
+    """Opens a drafter of any kind: config.json says which (where it doesn't, DFlash)."""
+    named = read_json(Path(path) / "config.json").get("architectures") or ["DFlashDraftModel"]
+    for cls in DRAFTERS.values():
+        if named == [cls.architecture]:
+            return cls.from_pretrained(path, target)
+    raise UserError(f"{path}: not a drafter (architectures {named}); give a folder that train.py wrote as drafter/, eagle3/ or ar/, or a published DFlash drafter")

@@ -6,6 +6,7 @@ import math
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ import decode
 import kernels
 import train
 from decode import accept_greedy, accept_sampled, autoregressive, distribution, draw, speculative, uniforms
-from drafter import DFlashDrafter, default_gamma, default_taps, drafter_loss, sample_anchors
+from drafter import ARDrafter, DFlashDrafter, Eagle3Drafter, default_gamma, default_taps, drafter_loss, load_drafter, sample_anchors
 from model import CODE_PATTERN, KVCache, ModelConfig, Tokenizer, Transformer, UserError
 from train import read_corpus, split, train_bpe
 
@@ -883,6 +884,198 @@ def test_speculative_equals_autoregressive_on_cuda(temperature, trained):
         assert out.tau > 1 and speculative(target, drafter, PROMPTS, 40, temperature=temperature, seed=0).tokens == out.tokens
 
 
+# ---- the baselines: EAGLE-3 and an autoregressive drafter ------------------------------------------------------------------------------------
+
+BASELINES = {"eagle3": Eagle3Drafter, "ar": ARDrafter}
+
+
+def make_baseline(kind, target, block_size=5, seed=7):
+    return random_weights(BASELINES[kind].for_target(target, num_layers=2, block_size=block_size), seed)
+
+
+@pytest.mark.parametrize("block_size", (1, 2, 5, "auto", "wandering"))
+@pytest.mark.parametrize("kind", BASELINES)
+def test_greedy_output_with_a_baseline_is_the_targets(kind, block_size, shapes, monkeypatch):
+    target, _ = make_pair(vocab=5, mask=4)                                                        # so few tokens that random drafts are often kept
+    drafter = make_baseline(kind, target, seed=12)
+    prompts = [[3], [1, 2, 3, 4, 0, 1, 2, 3, 4], [0, 2, 4, 1], [4, 3, 3]]
+    if block_size == "wandering":
+        monkeypatch.setattr(decode, "Pace", Wandering)
+    size = "auto" if type(block_size) is str else block_size
+    plain = autoregressive(target, prompts, 40)
+    out = speculative(target, drafter, prompts, 40, block_size=size)
+    assert out.tokens == plain.tokens and (size in (1, "auto") or 1.2 < out.tau < 2)
+    for prompt, row, lengths in zip(prompts, plain.tokens, out.acceptance_lengths):
+        alone = speculative(target, drafter, [prompt], 40, block_size=size)
+        assert alone.tokens == [row] and (size == "auto" or alone.acceptance_lengths == [lengths])
+    stops = [plain.tokens[1][9]]                                                                  # rows end at different times, others go on for long
+    expected = autoregressive(target, prompts, 40, stop_ids=stops).tokens
+    assert speculative(target, drafter, prompts, 40, block_size=size, stop_ids=stops).tokens == expected
+
+
+def test_a_drafter_that_is_the_target_is_always_right(shapes):
+    target, _ = make_pair(layers=4)
+    drafter = ARDrafter.for_target(target, num_layers=4, block_size=6).eval()
+    drafter.init_weights(target, torch.Generator().manual_seed(0))
+    for temperature in (0.0, 1.0):
+        out = speculative(target, drafter, PROMPTS, 43, temperature=temperature, seed=0)
+        assert all(row == [6] * 7 for row in out.acceptance_lengths)
+
+
+@pytest.mark.parametrize("kind, name", (("eagle3", "plain"), ("ar", "top-p")))
+@pytest.mark.parametrize("block_size", (4, "auto"))
+def test_sampled_output_with_a_baseline_has_the_targets_distribution(kind, name, block_size, small_vocabulary, monkeypatch):
+    target, drafter = small_vocabulary[0], make_baseline(kind, small_vocabulary[0], block_size=4)
+    monkeypatch.setattr(decode, "Pace", Wandering)
+    out = speculative(target, drafter, [[1, 4, 2]] * ROWS, 4, block_size=block_size, seed=1, **SAMPLING[name])
+    assert 1.05 < out.tau < 4
+    joint = exact_joint(target, [1, 4, 2], 4, SAMPLING[name])
+    assert p_value([row[1:] for row in out.tokens], joint.sum(0)) > LEVEL
+    assert p_value([row[:2] for row in out.tokens], joint.sum((2, 3))) > LEVEL
+
+
+@pytest.mark.parametrize("kind", BASELINES)
+def test_auto_does_not_look_at_drawn_drafts(kind, small_vocabulary, monkeypatch):
+    """Later slots' q tell which tokens were drawn: a size chosen by them would favour some. So all of `confidence` is a function of decided text."""
+    target, seen = small_vocabulary[0], []
+    drafter = make_baseline(kind, target, block_size=4)
+
+    class Watching(decode.Pace):
+        def choose(self, confidence):
+            seen.append(confidence)
+            return super().choose(confidence)
+    monkeypatch.setattr(decode, "Pace", Watching)
+    next(itertools.islice(decode.cycles(target, drafter, [[1, 4, 2]] * 40, 20, block_size="auto", temperature=1.0, seed=0), 1, None))
+    assert seen[0].shape == (40, 3) and len({tuple(row) for row in seen[0].tolist()}) <= 6        # one for each anchor
+    assert torch.equal(seen[0], seen[0][:, :1].expand(-1, 3))
+
+
+@pytest.mark.parametrize("end", (30, None))
+@pytest.mark.parametrize("kind", BASELINES)
+def test_rows_that_have_ended_touch_no_other_row(kind, end):
+    """Theirs may be a portion without anything kept, wider than the room left in the cache."""
+    target, _ = make_pair()
+    drafter = make_baseline(kind, target)
+    ids = torch.randint(60, (3, 25), generator=torch.Generator().manual_seed(0))
+    pick = lambda logits, slot: (logits.argmax(-1), logits)
+    q = {}
+    with torch.no_grad():
+        features = target(ids, taps=(1, 2, 2))[1] if kind == "eagle3" else None
+        for rows in ([1], [0, 1, 2]):
+            cache = KVCache(drafter.config.layers, len(rows), 32, "cpu", torch.float32)
+            start = torch.tensor([26, 4, 26])[rows]
+            for read in (0, 4):                                                                   # row 1 goes on, rows 0 and 2 have ended
+                start = start + torch.tensor([0, read // 2, 0])[rows]
+                first = torch.tensor([26, read, 26])[rows]                                        # what has not been read yet begins here
+                at = torch.arange(25).expand(len(rows), -1)
+                places = torch.where((at >= first[:, None]) & (at < start[:, None]), at, -1)
+                unread = (ids[rows], places) if features is None else (ids[rows], places, features[rows])
+                q[len(rows)] = drafter.draft(target, ids[rows, 10], start, unread, cache, 5, end, pick)[1][rows.index(1)]
+    torch.testing.assert_close(q[1], q[3], atol=1e-5, rtol=1e-5)
+
+
+def eagle_unrolled(target, drafter, ids, features):
+    """Normed hidden states of every step of the training-time test: [(B, S - 2 - j, C) for each step j]."""
+    caught = []
+    hook = drafter.norm.register_forward_hook(lambda module, args, out: caught.append(out))
+    drafter.loss(target, ids, features, torch.ones_like(ids, dtype=torch.bool))
+    hook.remove()
+    return [out.view(len(ids), ids.shape[1] - 2 - j, -1) for j, out in enumerate(caught)]
+
+
+def test_training_time_test_equals_drafting_step_by_step():
+    """Where the drafts equal the text: decoded over several cycles, with unread positions in ragged, gappy portions."""
+    target, _ = make_pair()
+    drafter = make_baseline("eagle3", target)
+    ids = torch.randint(60, (2, 40), generator=torch.Generator().manual_seed(3))
+    anchors = torch.tensor([[6, 9, 10, 15], [3, 4, 9, 11]])
+    with torch.no_grad():
+        _, features = target(ids, taps=drafter.config.target_layer_ids)
+        expected = [target.logits(hidden) for hidden in eagle_unrolled(target, drafter, ids, features)]
+        cache = KVCache(drafter.config.layers, 2, 60, "cpu", torch.float32)
+        first = torch.zeros(2, dtype=torch.int64)
+        for n in range(4):
+            start = anchors[:, n]
+            width = 2 * int((start - first).max())
+            at = first[:, None] + torch.arange(width) // 2
+            places = torch.where((torch.arange(width) % 2 == 1) & (at < start[:, None]), at, -1)  # every second one is kept
+            portion = features.gather(1, at[..., None].expand(-1, -1, features.shape[2])).masked_fill((places < 0)[..., None], 9.0)
+            seen = []
+
+            def pick(logits, slot):
+                seen.append(logits)
+                return ids.gather(1, start[:, None] + 1 + slot), logits
+            tokens, q = drafter.draft(target, ids.gather(1, start[:, None])[:, 0], start, (ids.gather(1, at), places, portion), cache, 5, int(start.max()) + 5, pick)
+            assert torch.equal(tokens, ids.gather(1, start[:, None] + torch.arange(1, 5))) and torch.equal(q, torch.cat(seen, 1))
+            for j in range(4):
+                torch.testing.assert_close(q[:, j], expected[j][torch.arange(2), start - 1], atol=1e-5, rtol=1e-5)
+            first = start
+
+
+def test_the_baselines_losses_equal_their_definitions():
+    target, _ = make_pair()
+    eagle, ar = make_baseline("eagle3", target, block_size=4), make_baseline("ar", target)
+    ids = torch.randint(60, (2, 16), generator=torch.Generator().manual_seed(0))
+    trainable = torch.arange(16).expand(2, -1) >= torch.tensor([[3], [6]])
+    with torch.no_grad():
+        target_hidden, features = target(ids, taps=eagle.config.target_layer_ids)
+        p = target.logits(target_hidden).softmax(-1)
+        steps = {"eagle3": [(0.8**j, 2 + j, target.logits(hidden).log_softmax(-1)) for j, hidden in enumerate(eagle_unrolled(target, eagle, ids, features))],
+                 "ar": [(1.0, 1, ar.transformer.logits(ar.transformer(ids)[0]).log_softmax(-1))]}
+    for drafter, more in ((eagle, (features,)), (ar, ())):
+        hard = soft = weights = 0.0
+        for w, ahead, log_probs in steps[drafter.method]:                                         # position t predicts the token at t + ahead
+            for b, t in itertools.product(range(2), range(16 - ahead)):
+                if trainable[b, t + ahead]:
+                    weights += w
+                    hard -= w * log_probs[b, t, ids[b, t + ahead]].item()
+                    soft -= w * (p[b, t + ahead - 1] * log_probs[b, t]).sum().item()
+        for expected, hidden in ((hard, None), (soft, target_hidden)):
+            gradients = []
+            for chunk in ({}, {"chunk": 61 * 5}) if drafter is eagle else ({},):
+                loss, weight = drafter.loss(target, ids, *more, trainable, target_hidden=hidden, **chunk)
+                assert loss.item() == pytest.approx(expected, rel=1e-5) and weight.item() == pytest.approx(weights, rel=1e-6)
+                drafter.zero_grad()
+                loss.backward()
+                gradients.append(torch.cat([p.grad.flatten() for p in drafter.parameters()]))
+            torch.testing.assert_close(gradients[0], gradients[-1])
+
+
+def test_a_new_eagle_starts_as_the_targets_last_layer():
+    target, _ = make_pair()
+    drafter = Eagle3Drafter.for_target(target, block_size=4)
+    drafter.init_weights(target, torch.Generator().manual_seed(0))
+    assert drafter.config.target_layer_ids == [1, 2, 2] and Eagle3Drafter.default_taps(36) == [1, 17, 32] and Eagle3Drafter.default_taps(1) == [0, 0, 0]
+    attn, theirs = drafter.layers[0].self_attn, target.model.layers[5].self_attn
+    for name in ("q_proj", "k_proj", "v_proj"):
+        wide = getattr(attn, name).weight
+        assert torch.equal(wide[:, 32:], getattr(theirs, name).weight) and 0 < wide[:, :32].std() < 0.05
+    assert torch.equal(attn.o_proj.weight, theirs.o_proj.weight) and torch.equal(drafter.norm.weight, target.model.norm.weight)
+
+
+@pytest.mark.parametrize("kind", BASELINES)
+def test_a_baselines_round_trip(kind, tmp_path):
+    target, dflash = make_pair()
+    drafter = make_baseline(kind, target)
+    drafter.save_pretrained(tmp_path / "b")
+    again = load_drafter(tmp_path / "b", target)
+    assert type(again) is BASELINES[kind] and again.config == drafter.config
+    assert all(torch.equal(p, q) for p, q in zip(drafter.parameters(), again.parameters(), strict=True))
+    if kind == "eagle3":
+        names = set(load_file(tmp_path / "b" / "model.safetensors"))
+        assert {"fc.weight", "hidden_norm.weight", "norm.weight", "layers.0.self_attn.q_norm.weight", "layers.0.mlp.up_proj.weight"} <= names
+        assert not any("embed" in name or "lm_head" in name or "layers.1" in name for name in names)
+    dflash.save_pretrained(tmp_path / "d")
+    assert type(load_drafter(tmp_path / "d", target)) is DFlashDrafter
+    target.save_pretrained(tmp_path / "t")
+    fails(lambda: load_drafter(tmp_path / "t", target), "not a drafter", "Qwen3ForCausalLM")
+    fails(lambda: load_drafter(tmp_path / "b", make_pair(layers=7)[0]), "another target", "num_target_layers")
+    fails(lambda: DFlashDrafter.from_pretrained(tmp_path / "b", target), "not a DFlash drafter")
+    config = json.loads((tmp_path / "b" / "config.json").read_text())
+    (tmp_path / "b" / "config.json").write_text(json.dumps({**config, "block_size": 0}))
+    fails(lambda: load_drafter(tmp_path / "b", target), "block_size 0", f"{kind}/")
+
+
 # ---- train.py -----------------------------------------------------------------------------------------------------------------------------
 
 TINY = ["--layers", "4", "--hidden-size", "32", "--intermediate-size", "48", "--heads", "2", "--kv-heads", "1", "--vocab-size", "300", "--sequence-length", "32",
@@ -960,6 +1153,26 @@ def test_decode_command_line(finished_run, capsys):
     assert found["context"][-1]["target_cache_bytes"] == 2 * 4 * 1 * 16 * 4 * found["context"][-1]["context"]    # K and V, layers, heads, width, float32
     assert found["context"][-1]["context"] > 4000
     (out / "report.json").write_bytes(report)
+
+
+def test_the_baselines_on_the_command_lines(finished_run, data, tmp_path, capsys):
+    out = tmp_path / "out"
+    shutil.copytree(finished_run[0], out)
+    for kind in BASELINES:
+        train.main(["--data", str(data), "--out", str(out), *TINY, "--drafter", kind])
+        losses = [e["loss"] for e in map(json.loads, (out / "log.jsonl").read_text().splitlines()) if e["stage"] == kind]
+        assert losses[-1] < losses[0] and (out / f"{kind}.settings.json").exists() and not list(out.rglob("*.checkpoint.*"))
+    how = ["--out", str(out), "--max-new-tokens", "16"]
+    decode.main([*how, "--bench", "--prompts", "1", "--prompt-tokens", "8", "--temperature", "0"])
+    results = json.loads((out / "report.json").read_text())["results"]
+    assert {row["method"] for row in results} == {"autoregressive", "dflash", "dflash auto", "eagle3", "eagle3 auto", "ar", "ar auto"}
+    assert all(row["identical"] == 1 for row in results)
+    capsys.readouterr()
+    texts = []
+    for flags in (["--plain"], ["--drafter", str(out / "eagle3")], ["--drafter", str(out / "ar"), str(out / "drafter")]):
+        decode.main([*how, "--prompt", "the target", *flags])
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] == texts[2]
 
 
 def test_a_killed_run_resumes_to_the_same_weights(finished_run, data, tmp_path):

@@ -36,8 +36,8 @@ from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
 from decode import autoregressive, encode_prompt, find_device, read_lines, run_benchmark, run_command, stop_tokens
-from drafter import DFlashDrafter, default_gamma, drafter_loss, sample_anchors
-from model import CODE_PATTERN, Layer, ModelConfig, Tokenizer, Transformer, UserError, read_json, write_json, write_whole
+from drafter import DRAFTERS, sample_anchors
+from model import CODE_PATTERN, MLP, Layer, ModelConfig, RMSNorm, Tokenizer, Transformer, UserError, read_json, write_json, write_whole
 
 MASK_TOKEN = "<|mask|>"
 END_TOKEN = "<|endoftext|>"
@@ -425,8 +425,9 @@ def train(run, stage, module, batch_loss, settings, *, steps, minutes, lr, token
     parameters = list(module.parameters())
     module.train()
     if run.compile:                                                              # the layers share one compiled function, where the whole model takes a minute
-        for layer in filter(lambda m: isinstance(m, Layer), module.modules()):
-            layer.compile()
+        parts = (RMSNorm, MLP) if stage == "eagle3" else Layer                   # EAGLE-3 calls its layer's parts, many times a step
+        for part in filter(lambda m: isinstance(m, parts), module.modules()):
+            part.compile()
 
     def one_step(step, factor):
         loss, weight = batch_loss(step)
@@ -476,7 +477,7 @@ def train(run, stage, module, batch_loss, settings, *, steps, minutes, lr, token
                 losses = []
                 rate = (step + 1 - start) * tokens_a_step / (time.monotonic() - began)
                 if not math.isfinite(loss):
-                    raise UserError(f"the {stage}'s loss is {loss} at step {step + 1}; no checkpoint holds it: lower --{stage}-lr and use another --out")
+                    raise UserError(f"the {stage}'s loss is {loss} at step {step + 1}; no checkpoint holds it: lower --{'target' if stage == 'target' else 'drafter'}-lr and use another --out")
                 bar.set_postfix_str(f"loss {loss:.3f}, {rate:,.0f} tokens/s")
                 entry = {"stage": stage, "step": step + 1, "loss": loss, "tokens_per_second": rate}
                 if evaluate and (last or (step + 1) % max(10, steps // 5 // 10 * 10) == 0):
@@ -694,20 +695,23 @@ def train_drafter(run, args, target, tokenizer, ids, trainable, upstream):
     settings = {**upstream, "draft_layers": args.draft_layers, "block_size": args.block_size, "anchors": args.anchors, "draft_batch": args.draft_batch,
                 "gamma": args.gamma, "drafter_steps": args.drafter_steps, "drafter_minutes": args.drafter_minutes, "epochs": args.epochs, "labels": args.labels,
                 "drafter_lr": list(args.drafter_lr), "mask_token": args.mask_token}
-    if finished(run, "drafter", settings):
-        return DFlashDrafter.from_pretrained(run.out / "drafter", target), settings
-    drafter = DFlashDrafter.for_target(target, num_layers=args.draft_layers, block_size=args.block_size,
-                                      mask_token_id=mask_token(args, target.config.vocab_size, tokenizer))
+    kind, is_dflash = DRAFTERS[args.drafter], args.drafter == "dflash"
+    stage = kind.folder
+    if finished(run, stage, settings):
+        return kind.from_pretrained(run.out / stage, target), settings
+    drafter = kind.for_target(target, num_layers=args.draft_layers, block_size=args.block_size,
+                              mask_token_id=mask_token(args, target.config.vocab_size, tokenizer))
     drafter.init_weights(target, generator(args.seed, 3))
     drafter.to(run.device)
     target.requires_grad_(False)
-    gamma, R = args.gamma or default_gamma(args.block_size), len(ids)
+    R, how = len(ids), {"gamma": args.gamma} if is_dflash else {}
 
     @torch.no_grad()
     def read(rows):
-        """What the frozen target makes of rows (B, S): its final hidden states, and its features."""
+        """What the frozen target makes of rows (B, S): its final hidden states, and, where the drafter has taps, its features."""
         with run.autocast():
-            return [x.to(torch.bfloat16 if run.bfloat16 else x.dtype) for x in target(rows.to(run.device), taps=drafter.config.target_layer_ids)]
+            made = target(rows.to(run.device), taps=drafter.config.target_layer_ids)
+        return [x.to(torch.bfloat16 if run.bfloat16 else x.dtype) for x in made if x is not None]
 
     kept = None                                                                  # of all responses, where that fits: they are read many times
     if 4 * ids.numel() * (len(drafter.config.target_layer_ids) + 1) * target.config.hidden_size <= KEEP:
@@ -717,20 +721,20 @@ def train_drafter(run, args, target, tokenizer, ids, trainable, upstream):
         places, epochs = epoch_places(step, args.draft_batch, R)
         order = {epoch: torch.randperm(R, generator=generator(args.seed, 4, epoch)) for epoch in epochs}
         rows = torch.stack([order[epoch][place] for epoch, place in places])
-        anchors, valid = sample_anchors(trainable[rows], args.anchors, generator(args.seed, 5, step))
-        rows, anchors, valid = (share(run, x) for x in (rows, anchors, valid))
-        hidden, features = (x[rows] for x in kept) if kept else read(ids[rows])
+        anchors = sample_anchors(trainable[rows], args.anchors, generator(args.seed, 5, step)) if is_dflash else ()   # and which are valid
+        rows, *anchors = (share(run, x) for x in (rows, *anchors))
+        hidden, *features = (x[rows] for x in kept) if kept else read(ids[rows])
         with run.autocast():
-            return drafter_loss(drafter, target, *(x.to(run.device) for x in (ids[rows], features, trainable[rows], anchors, valid)), gamma,
-                                hidden if args.labels == "soft" else None)
+            return drafter.loss(target, *(x.to(run.device) for x in (ids[rows], *features, trainable[rows], *anchors)),
+                                target_hidden=hidden if args.labels == "soft" else None, **how)
 
     steps = math.ceil(args.epochs * R / args.draft_batch) if args.epochs and not args.drafter_steps else args.drafter_steps
-    train(run, "drafter", drafter, batch_loss, settings, steps=steps, minutes=args.drafter_minutes, lr=args.drafter_lr,
-          tokens_a_step=args.draft_batch * args.anchors * (args.block_size - 1))
+    train(run, stage, drafter, batch_loss, settings, steps=steps, minutes=args.drafter_minutes, lr=args.drafter_lr,
+          tokens_a_step=args.draft_batch * (args.anchors * (args.block_size - 1) if is_dflash else ids.shape[1]))
     if run.main:
-        drafter.to(target.dtype).save_pretrained(run.out / "drafter")
-    finish(run, "drafter", settings)
-    return DFlashDrafter.from_pretrained(run.out / "drafter", target), settings
+        drafter.to(target.dtype).save_pretrained(run.out / stage)
+    finish(run, stage, settings)
+    return kind.from_pretrained(run.out / stage, target), settings
 
 
 # ---- command line ------------------------------------------------------------------------------------------------------------------
@@ -759,6 +763,7 @@ def parse(argv=None):
     p.add_argument("--out", default="out", help="where everything goes, and is found again (default: out)")
     p.add_argument("--data", nargs="+", metavar="PATH", help="text files or folders (default: the stubs of torch and numpy; gpu: and their sources)")
     p.add_argument("--target", metavar="DIR", help="train a drafter for this checkpoint (a Hugging Face folder) instead, on --data, which may be .jsonl too")
+    p.add_argument("--drafter", choices=DRAFTERS, default="dflash", help="or one of two baselines, into OUT/eagle3 or OUT/ar; decode.py --bench measures all")
     p.add_argument("--mask-token", metavar="TOKEN", help="special token or id for the drafter's masks (default: one that is not in use)")
     p.add_argument("--suffixes", nargs="+", metavar=".EXT", help="of --data's folders, read only such files")
     p.add_argument("--resume", action="store_true", help="go on with an interrupted run")
@@ -833,7 +838,7 @@ def main(argv=None):
         write_lines(run.out / "heldout.jsonl", heldout)
     drafter, settings = train_drafter(run, args, target, tokenizer, ids, trainable, settings)
     settings = {**settings, "prompts": args.prompts}
-    if not finished(run, "benchmark", settings):
+    if args.drafter == "dflash" and not finished(run, "benchmark", settings):
         if run.main:
             run_benchmark(run.out, target, {"dflash": drafter}, tokenizer, run.out / "heldout.jsonl", prompts=args.prompts,
                           prompt_tokens=args.prompt_tokens, max_new_tokens=min(192, args.response_tokens))
