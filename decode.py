@@ -212,7 +212,7 @@ class Pace:
             if self.tokens / self.ms > 0.98 / self.cost(1):
                 self.pause, self.wait = 2, 0
             else:
-                self.drafting, self.wait, self.pause = False, self.pause, min(2 * self.pause, 16)
+                self.drafting, self.wait, self.pause = False, self.pause, min(2 * self.pause, 32)
 
 
 @dataclass
@@ -293,7 +293,7 @@ def cycles(target, drafter, prompts, max_new_tokens, *, block_size=None, tempera
         drafts, q = drafter.draft(target, anchor, length, unread, drafter_cache, size, end, pick)
         confidence = length if pace is None else q.softmax(-1).amax(-1) if u is None else q.square().sum(-1)
         if pace and u is not None and drafter.in_turn:                           # a later slot's q tells which tokens were drawn before it: see `Pace`
-            confidence = confidence[:, :1].expand(-1, block - 1)
+            confidence = confidence[:, :1].expand_as(confidence)
         return drafts, q, confidence
 
     def verify(drafts, q, anchor, length, made, done, end=None):

@@ -20,7 +20,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from kernels import attention, causal, context_and_block, dflash_training, make_mask
-from model import Layer, ModelConfig, RMSNorm, Rope, Transformer, UserError, empty, init_weights, load_weights, read_json, rotate, save_model
+from model import Layer, Linear, ModelConfig, RMSNorm, Rope, Transformer, UserError, empty, init_weights, load_weights, read_json, rotate, save_model
 
 
 def default_taps(num_target_layers, taps=5):
@@ -47,7 +47,7 @@ class Drafter(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config, layers = config, config.layers
-        self.fc = nn.Linear(len(config.target_layer_ids) * layers.hidden_size, layers.hidden_size, bias=False)
+        self.fc = Linear(len(config.target_layer_ids) * layers.hidden_size, layers.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(layers.hidden_size, layers.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(layers, i) for i in range(layers.num_hidden_layers))
         self.norm = RMSNorm(layers.hidden_size, layers.rms_norm_eps)
@@ -275,7 +275,7 @@ class Eagle3Drafter(Drafter):
         super().__init__(config)
         attn, C = self.layers[0].self_attn, config.layers.hidden_size
         for name in ("q_proj", "k_proj", "v_proj"):                              # they read [embedding, hidden]
-            setattr(attn, name, nn.Linear(2 * C, getattr(attn, name).out_features, bias=False))
+            setattr(attn, name, Linear(2 * C, getattr(attn, name).out_features, bias=False))
 
     @staticmethod
     def default_taps(L, _=None):

@@ -353,7 +353,7 @@ class Transformer(nn.Module):
         self.model.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers))
         self.model.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         if not config.tie_word_embeddings:
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.rope = Rope(config)
 
     @property

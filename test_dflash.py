@@ -847,17 +847,16 @@ def simulate(pace, text, plain=3.25, draft=1.0, verify=lambda n: 3.0 + 0.25 * n)
 
 def test_auto_is_never_slower_and_follows_the_text():
     pace = lambda: decode.Pace([*range(1, 9)])
-    plain = 3.25 * 400
-    ms, drafted = simulate(pace(), [(0.1, 0.1)] * 400)                                            # drafts never pay
-    assert ms < 1.03 * plain and sum(drafted) < 0.1 * 400
-    ms, drafted = simulate(pace(), [(0.95, 0.1)] * 400)                                           # and the drafter is sure of them
-    assert ms < 1.1 * plain
+    n, plain = 4000, 3.25 * 4000
+    for confidence, most in ((0.1, 1.02), (0.95, 1.05)):                                          # drafts never pay; also where the drafter is sure of them
+        ms, drafted = simulate(pace(), [(confidence, 0.1)] * n)
+        assert ms < most * plain and sum(drafted) < 0.1 * n
     best = lambda c: max((1 + sum(c ** k for k in range(1, n))) / (4.0 + 0.25 * n) for n in range(2, 9))
     for confidence, chance in ((0.9, 0.9), (0.6, 0.6), (0.3, 0.9), (0.9, 0.6)):                   # they do; also where confidence says less or more
-        ms, drafted = simulate(pace(), [(confidence, chance)] * 400)
-        assert ms < 1.08 * min(plain, 400 / best(chance))
+        ms, drafted = simulate(pace(), [(confidence, chance)] * n)
+        assert ms < 1.05 * n / best(chance) < plain
     ms, drafted = simulate(pace(), [(0.1, 0.1)] * 200 + [(0.9, 0.9)] * 200)                       # the text changes
-    assert sum(drafted[:200]) < 30 and sum(drafted[240:400]) > 140
+    assert sum(drafted[:200]) < 40 and sum(drafted[240:400]) > 140
 
 
 def test_each_row_has_its_own_stream(trained):
