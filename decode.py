@@ -10,6 +10,7 @@ Plain decoding is the same loop with a block of one: the anchor alone is read, a
 """
 import argparse
 import codecs
+import itertools
 import json
 import math
 import platform
@@ -399,7 +400,7 @@ def speculative(target, drafter, prompts, max_new_tokens, *, block_size=None, te
                       stop_ids=stop_ids, seed=seed, graphs=graphs, watch=watch))
     rows = [[] for _ in prompts]
     lengths = [[] for _ in prompts]
-    for i, (drafts, accepted, bonus, done) in enumerate(Cycle(*(x.tolist() for x in cycle)) for cycle in log):
+    for i, (drafts, accepted, bonus, done) in enumerate(on_host(log, target.device)):
         for b in range(len(prompts)):
             if not done[b]:
                 rows[b] += drafts[b][:accepted[b]] + [bonus[b]]
@@ -473,6 +474,15 @@ def median(values):
     return statistics.median(values) if values else None
 
 
+def cycle_ms(target, drafter, prompt, block_size, **how):
+    """Milliseconds of a cycle's draft and of its verification behind this prompt: medians over 8 cycles, fewer at the very end of the positions."""
+    watch, room = Stopwatch(target.device), min(9 * block_size, target.config.max_position_embeddings - len(prompt))
+    for _ in itertools.islice(cycles(target, drafter, [prompt], room, block_size=block_size, watch=watch, **how), 1 + 9):    # the prefill is the first
+        pass
+    draft, verify = zip(*(watch.cycle(i) for i in range(1, len(watch.marks) // 3)))    # the first cycle's draft reads the prompt as well
+    return {"draft_ms": median(draft) if block_size > 1 else None, "verify_ms": median(verify)}
+
+
 def sweep(target, drafter, prompts, progress, **how):
     """What decoding costs as it grows, in milliseconds of one cycle (medians): over the block size, over the context, and tokens a second over the batch.
     prompts: rows of ids; their text, repeated, makes the longer contexts. Returns {"block_size": rows, "context": rows, "batch": rows}."""
@@ -480,19 +490,17 @@ def sweep(target, drafter, prompts, progress, **how):
     block, limit = drafter.config.block_size, target.config.max_position_embeddings
     found = {"block_size": [], "context": [], "batch": []}
 
-    def cycle_ms(context, n):
-        room = min(8 * n, limit - context)                                       # at least 8 cycles, fewer at the very end of the positions
-        out = speculative(target, drafter, [(text * (context // len(text) + 1))[:context]], room, block_size=n, **how)
-        return {"draft_ms": median(out.draft_ms), "verify_ms": median(out.verify_ms)}
+    def behind(context, n):
+        return cycle_ms(target, drafter, (text * (context // len(text) + 1))[:context], n, **how)
 
     for n in (1, 2, 4, 8, 16, 32):
         progress(f"block size {n}")
-        found["block_size"].append({"block_size": n, "context": 64, **cycle_ms(64, n)})
+        found["block_size"].append({"block_size": n, "context": 64, **behind(64, n)})
     for context in (64, 128, 256, 512, 1024, 2048, 4096):
-        context = min(context, limit - 8 * block)                                # the longest leaves room for its new tokens
+        context = min(context, limit - 9 * block)                                # the longest leaves room for its new tokens
         progress(f"context {context}")
         caches = [KVCache(config, 1, context, target.device, target.dtype) for config in (target.config, drafter.config.layers)]
-        found["context"].append({"context": context, "block_size": block, **cycle_ms(context, block),
+        found["context"].append({"context": context, "block_size": block, **behind(context, block),
                                  "target_cache_bytes": caches[0].nbytes, "drafter_cache_bytes": caches[1].nbytes})
     for batch in (1, 4, 16, 64):
         rows = [prompts[i % len(prompts)] for i in range(batch)]
@@ -595,16 +603,27 @@ def read_prompts(file, tokenizer, prompt_tokens, per_domain):
 GREEN, BLUE, GREY, PLAIN = "\033[32m", "\033[1;34m", "\033[9;90m", "\033[0m"
 
 
+def on_host(log, device):
+    """The same cycles as lists; on CUDA a few at a time, for the host to wait less often."""
+    group = []
+    for cycle in log:
+        group.append(cycle)
+        if len(group) == (CHECK_EVERY if fixed_shapes(device) else 1):
+            yield from [Cycle(*(x.tolist() for x in cycle)) for cycle in group]
+            group = []
+    yield from [Cycle(*(x.tolist() for x in cycle)) for cycle in group]
+
+
 def stream(target, drafter, tokenizer, text, prompt, max_new_tokens, stop_ids, show, **how):
     """Prints text, and what follows the prompt's ids as it is decoded. show: accepted drafts in green, the bonus token in blue, the rejected rest struck out in grey."""
     began, made, taken = time.perf_counter(), 0, 0
     decoder = codecs.getincrementaldecoder("utf-8")("replace")                    # a character may be spread over two tokens
-    for drafts, accepted, bonus, done in cycles(target, drafter, [prompt], max_new_tokens, stop_ids=stop_ids, **how):
-        if bool(done):
+    for cycle in on_host(cycles(target, drafter, [prompt], max_new_tokens, stop_ids=stop_ids, **how), target.device):
+        (drafts,), (accepted,), (bonus,), (done,) = cycle
+        if done:
             break
         if taken == 0:
             print(text, end="")
-        drafts, accepted, bonus = drafts[0].tolist(), int(accepted), int(bonus)
         kept = cut((drafts[:accepted] + [bonus])[:max_new_tokens - made], stop_ids)
         made, taken = made + len(kept), taken + 1
         parts = [(GREEN, kept[:accepted]), (BLUE, kept[accepted:])] if show else [("", kept)]
@@ -638,7 +657,7 @@ def parser():
     p.add_argument("--top-p", type=float, metavar="P")
     p.add_argument("--block-size", type=size_or_auto, default="auto", metavar="B", help="tokens that the target reads a cycle; auto: chosen anew each cycle, down to plain decoding (default)")
     p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--prompts", type=int, default=10, metavar="N", help="--bench: prompts a domain")
+    p.add_argument("--prompts", type=int, default=8, metavar="N", help="--bench: prompts a domain")
     p.add_argument("--prompt-tokens", type=int, default=64, metavar="N", help="--bench: tokens a prompt")
     p.add_argument("--device", help="cpu, cuda, ... (default: cuda where there is one)")
     p.add_argument("--graphs", action=argparse.BooleanOptionalAction, default=True, help="CUDA graphs for the fixed-shape passes")

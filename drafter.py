@@ -19,7 +19,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import nn
 
-from kernels import attention, causal, context_and_block, dflash_training, make_mask
+from kernels import attention, below, causal, context_and_block, dflash_training, input_injection_training, make_mask
 from model import Layer, Linear, ModelConfig, RMSNorm, Rope, Transformer, UserError, empty, init_weights, load_weights, read_json, rotate, save_model
 
 
@@ -37,6 +37,7 @@ class DrafterConfig:
     mask_token_id: int | None           # DFlash's
     target_layer_ids: list              # the taps; none: the drafter reads tokens only
     num_target_layers: int
+    injection: str = "kv"               # DFlash's; "input": the context enters once, in front of the first layer (a switch, to measure what KV injection gives)
 
 
 class Drafter(nn.Module):
@@ -54,11 +55,11 @@ class Drafter(nn.Module):
         self.rope = Rope(layers)
 
     @classmethod
-    def for_target(cls, target, *, num_layers=5, block_size=16, mask_token_id, target_layer_ids=None):
+    def for_target(cls, target, *, num_layers=5, block_size=16, mask_token_id, target_layer_ids=None, injection="kv"):
         """A new drafter of the target's width and head layout; initialize it with `init_weights`."""
         L = target.config.num_hidden_layers
         layers = replace(target.config, model_type="qwen3", num_hidden_layers=num_layers, attention_bias=False)
-        return cls(DrafterConfig(layers, block_size, mask_token_id, target_layer_ids or cls.default_taps(L), L))
+        return cls(DrafterConfig(layers, block_size, mask_token_id, target_layer_ids or cls.default_taps(L), L, injection))
 
     @torch.no_grad()
     def init_weights(self, target, generator):
@@ -101,7 +102,10 @@ class Drafter(nn.Module):
             raise UserError(f"{where}: target_layer_ids {taps} do not all lie in the target's {L} layers (0 to {L - 1})")
         if is_dflash and (type(mask) is not int or not 0 <= mask < layers.vocab_size):
             raise UserError(f"{where}: mask_token_id {mask} is no token of a vocabulary of {layers.vocab_size}")
-        drafter = empty(lambda: cls(DrafterConfig(layers, block_size, mask, taps, L)), target.device, target.dtype)
+        injection = config.get("injection", "kv")
+        if injection not in ("kv", "input"):
+            raise UserError(f"{where}: injection {injection!r} is not supported (kv and input are)")
+        drafter = empty(lambda: cls(DrafterConfig(layers, block_size, mask, taps, L, injection)), target.device, target.dtype)
         load_weights(drafter, path)
         return drafter.eval()
 
@@ -111,7 +115,8 @@ class Drafter(nn.Module):
         save_model(self, path, {
             **config.layers.to_dict(), "architectures": [self.architecture], "block_size": config.block_size, "num_target_layers": config.num_target_layers,
             "layer_types": ["full_attention"] * config.layers.num_hidden_layers, f"{self.method}_config": {
-                "block_size": config.block_size, "mask_token_id": config.mask_token_id, "target_layer_ids": config.target_layer_ids}})
+                "block_size": config.block_size, "mask_token_id": config.mask_token_id, "target_layer_ids": config.target_layer_ids,
+                **({} if config.injection == "kv" else {"injection": config.injection})}})
 
 
 class DFlashDrafter(Drafter):
@@ -127,10 +132,13 @@ class DFlashDrafter(Drafter):
         """
         context = self.hidden_norm(self.fc(features))                            # (B, S, C), the target context feature
         rope = self.rope(positions, block.dtype)
-        x = block
+        if self.config.injection == "input":                                     # the context as hidden states that go through all layers
+            x, context = torch.cat((context, block), 1), None
+        else:
+            x = block
         for layer in self.layers:
             x = layer(x, rope, mask, cache, context)
-        return self.norm(x)
+        return self.norm(x[:, -block.shape[1]:])
 
     # ---- decoding ------------------------------------------------------------------------------------------------------------
 
@@ -151,9 +159,12 @@ class DFlashDrafter(Drafter):
         ids = torch.full((B, block_size), self.config.mask_token_id, device=device)
         ids[:, 0] = anchor
         cache.at(positions, end)
-        mask = None                                                              # one row, and the cache cut to its length: all of it is seen
-        if B > 1 or end is None:
-            mask = make_mask(context_and_block(start + block_size), B, block_size, cache.end, device, self.dtype)
+        mask, limit = None, start[:, None] + block_size                          # one row, and the cache cut to its length: all of it is seen
+        if self.config.injection == "input":
+            limit = torch.cat((torch.where(unread[1] < 0, limit, places + 1), limit.expand(-1, block_size)), 1)
+            mask = make_mask(below(limit), B, limit.shape[1], cache.end, device, self.dtype)
+        elif B > 1 or end is None:
+            mask = make_mask(context_and_block(limit[:, 0]), B, block_size, cache.end, device, self.dtype)
         hidden = self(features, target.model.embed_tokens(ids), positions, mask, cache)
         return pick(target.logits(hidden[:, 1:]), 0)
 
@@ -163,12 +174,12 @@ class DFlashDrafter(Drafter):
 
 # ---- training (section 4.2) ----------------------------------------------------------------------------------------------------
 
-def sample_anchors(trainable, num_anchors, generator):
-    """Random anchors: num_anchors different positions a row among the trainable ones (B, S) bool that have a trainable successor.
+def sample_anchors(trainable, num_anchors, generator, every=1):
+    """Random anchors: num_anchors different positions a row among the trainable ones (B, S) bool that have a trainable successor; every: only multiples of it.
 
     Returns anchors (B, N) int64 and valid (B, N) bool: a row with fewer such positions fills up with invalid ones.
     """
-    can_start = trainable & F.pad(trainable[:, 1:], (0, 1))
+    can_start = trainable & F.pad(trainable[:, 1:], (0, 1)) & (torch.arange(trainable.shape[1], device=trainable.device) % every == 0)
     key = torch.rand(trainable.shape, generator=generator).to(trainable.device).masked_fill(~can_start, -1.0)
     key, anchors = key.topk(min(num_anchors, key.shape[1]), dim=1)
     return anchors, key >= 0
@@ -211,7 +222,8 @@ def drafter_loss(drafter, target, ids, features, trainable, anchors, valid, gamm
     positions = torch.cat((torch.arange(S, device=device).expand(B, S), block_positions), 1)
     block_ids = torch.full((B, N, block_size), drafter.config.mask_token_id, device=device)
     block_ids[:, :, 0] = ids.gather(1, anchors)
-    mask = make_mask(dflash_training(anchors, S, block_size), B, N * block_size, S + N * block_size, device, features.dtype)
+    visible, Q = (dflash_training, N * block_size) if drafter.config.injection == "kv" else (input_injection_training, S + N * block_size)
+    mask = make_mask(visible(anchors, S, block_size), B, Q, S + N * block_size, device, features.dtype)
     hidden = drafter(features, target.model.embed_tokens(block_ids.view(B, -1)), positions, mask)
 
     predicting = lambda x: x.view(B, N, block_size, -1)[:, :, 1:].flatten(0, 2)  # slots 1 .. block_size - 1 of (B, N * block_size, ...)

@@ -50,6 +50,23 @@ def dflash_training(anchors, context_length, block_size):
     return dflash_training_mask
 
 
+def input_injection_training(anchors, context_length, block_size):
+    """`dflash_training` where the context goes through the layers too (the drafter's injection "input"): its positions are queries in front of the blocks',
+    and see what stands before them in the text, and themselves."""
+    blocks = dflash_training(anchors, context_length, block_size)
+
+    def input_injection_training_mask(b, h, q_idx, kv_idx):
+        return torch.where(q_idx < context_length, kv_idx <= q_idx, blocks(b, h, (q_idx - context_length).clamp(min=0), kv_idx))
+    return input_injection_training_mask
+
+
+def below(limit):
+    """The same in decoding: query i of row b sees all keys below limit[b, i]. limit: (B, Q) int64."""
+    def below_mask(b, h, q_idx, kv_idx):
+        return kv_idx < limit[b, q_idx]
+    return below_mask
+
+
 # ---- the two executors ---------------------------------------------------------------------------------------------------
 
 def dense(mask_mod, B, Q, KV, device, dtype=torch.float32):

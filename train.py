@@ -14,6 +14,7 @@ import datetime
 import hashlib
 import heapq
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -35,8 +36,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
-from decode import autoregressive, encode_prompt, find_device, read_lines, run_benchmark, run_command, stop_tokens
-from drafter import DRAFTERS, sample_anchors
+from decode import autoregressive, benchmark, cycle_ms, encode_prompt, find_device, read_lines, read_prompts, run_benchmark, run_command, stop_tokens
+from drafter import DRAFTERS, default_taps, sample_anchors
 from model import CODE_PATTERN, MLP, Layer, ModelConfig, RMSNorm, Tokenizer, Transformer, UserError, read_json, write_json, write_whole
 
 MASK_TOKEN = "<|mask|>"
@@ -675,6 +676,14 @@ def make_responses(run, args, target, tokenizer, prompts, upstream):
     return ids, (place >= torch.tensor(prompt_lengths)[:, None]) & (place < torch.tensor([len(row) for row in rows])[:, None]), settings
 
 
+def corpus_rows(args, ids):
+    """The switch --responses-from corpus: ids and trainable as `make_responses` returns them, of the text as people wrote it."""
+    length = args.prompt_tokens + args.response_tokens
+    begin = torch.randint(max(1, len(ids) - length), (args.responses,), generator=generator(args.seed, 2))
+    rows = torch.stack([ids[i:i + length] for i in begin])
+    return rows, (torch.arange(rows.shape[1]) >= args.prompt_tokens).expand(rows.shape)
+
+
 def mask_token(args, vocab_size, tokenizer):
     """The id that stands for "to be drafted": --mask-token, else an id of the padded embedding that no token uses, else a special token
     that no text uses. Text may still contain it: it is only ever the drafter's input, nothing is stripped."""
@@ -694,13 +703,13 @@ def mask_token(args, vocab_size, tokenizer):
 def train_drafter(run, args, target, tokenizer, ids, trainable, upstream):
     settings = {**upstream, "draft_layers": args.draft_layers, "block_size": args.block_size, "anchors": args.anchors, "draft_batch": args.draft_batch,
                 "gamma": args.gamma, "drafter_steps": args.drafter_steps, "drafter_minutes": args.drafter_minutes, "epochs": args.epochs, "labels": args.labels,
-                "drafter_lr": list(args.drafter_lr), "mask_token": args.mask_token}
+                "drafter_lr": list(args.drafter_lr), "mask_token": args.mask_token, "taps": args.taps, "injection": args.injection, "anchor_choice": args.anchor_choice}
     kind, is_dflash = DRAFTERS[args.drafter], args.drafter == "dflash"
     stage = kind.folder
     if finished(run, stage, settings):
         return kind.from_pretrained(run.out / stage, target), settings
-    drafter = kind.for_target(target, num_layers=args.draft_layers, block_size=args.block_size,
-                              mask_token_id=mask_token(args, target.config.vocab_size, tokenizer))
+    drafter = kind.for_target(target, num_layers=args.draft_layers, block_size=args.block_size, mask_token_id=mask_token(args, target.config.vocab_size, tokenizer),
+                              **({"target_layer_ids": default_taps(target.config.num_hidden_layers, args.taps), "injection": args.injection} if is_dflash else {}))
     drafter.init_weights(target, generator(args.seed, 3))
     drafter.to(run.device)
     target.requires_grad_(False)
@@ -721,7 +730,8 @@ def train_drafter(run, args, target, tokenizer, ids, trainable, upstream):
         places, epochs = epoch_places(step, args.draft_batch, R)
         order = {epoch: torch.randperm(R, generator=generator(args.seed, 4, epoch)) for epoch in epochs}
         rows = torch.stack([order[epoch][place] for epoch, place in places])
-        anchors = sample_anchors(trainable[rows], args.anchors, generator(args.seed, 5, step)) if is_dflash else ()   # and which are valid
+        anchors = sample_anchors(trainable[rows], args.anchors, generator(args.seed, 5, step),
+                                 args.block_size if args.anchor_choice == "fixed" else 1) if is_dflash else ()    # and which are valid
         rows, *anchors = (share(run, x) for x in (rows, *anchors))
         hidden, *features = (x[rows] for x in kept) if kept else read(ids[rows])
         with run.autocast():
@@ -737,14 +747,85 @@ def train_drafter(run, args, target, tokenizer, ids, trainable, upstream):
     return kind.from_pretrained(run.out / stage, target), settings
 
 
+# ---- the paper's claims --------------------------------------------------------------------------------------------------------
+
+VARIANTS = {    # settings beside the run's own
+    "dflash": {}, "1 layer": {"draft_layers": 1}, "3 layers": {"draft_layers": 3}, "5 layers": {"draft_layers": 5}, "input injection": {"injection": "input"},
+    "1 tap": {"taps": 1}, "fixed anchors": {"anchor_choice": "fixed"}, "no decay": {"gamma": math.inf}, "raw corpus": {"responses_from": "corpus"},
+    "block 4": {"block_size": 4}, "block 8": {"block_size": 8}, "block 16": {"block_size": 16},
+    "eagle3": {"drafter": "eagle3", "block_size": 8}, "ar": {"drafter": "ar", "draft_layers": 1, "block_size": 8}}
+CLAIMS = (      # the claim, the flag that switches it, what is measured at temperature 0, the variants from worst to best as the paper has it
+    ("acceptance length grows with DFlash's depth", "--draft-layers", "tau", ("1 layer", "3 layers", "5 layers")),
+    ("KV injection beats input injection", "--injection", "tau", ("input injection", "dflash")),
+    ("5 taps beat 1", "--taps", "tau", ("1 tap", "dflash")),
+    ("random anchors beat fixed blocks", "--anchor-choice", "tau", ("fixed anchors", "dflash")),
+    ("a decayed loss beats uniform weights", "--gamma", "tau", ("no decay", "dflash")),
+    ("regenerated responses beat the raw corpus", "--responses-from", "tau", ("raw corpus", "dflash")),
+    ("larger blocks are accepted for longer", "--block-size", "tau", ("block 4", "block 8", "block 16")),
+    ("larger blocks are faster", "--block-size", "speedup", ("block 4", "block 8", "block 16")),
+    ("DFlash is faster than EAGLE-3", "--drafter", "speedup", ("eagle3", "dflash")),
+    ("DFlash is faster than a draft model", "--drafter", "speedup", ("ar", "dflash")))
+
+
+def measure_claims(run, args, target, tokenizer, responses, corpus):
+    """Trains and benchmarks every variant with three seeds, one after the other, each in a folder of OUT/claims that is skipped when it is there. Prints what each
+    claim came to and writes it into OUT/report.json. Stopped and started again it goes on."""
+    ids, trainable, settings = responses
+    prompts = read_prompts(run.out / "heldout.jsonl", tokenizer, args.prompt_tokens, args.prompts)
+    found = {}
+    for seed, (name, flags) in itertools.product(range(3), VARIANTS.items()):
+        mine, here = copy.copy(args), copy.copy(run)
+        vars(mine).update(flags, seed=seed)
+        here.out, here.resume = run.out / "claims" / f"{name} {seed}", True
+        here.out.mkdir(parents=True, exist_ok=True)
+        if run.main:
+            print(f"claims: {name}, seed {seed}", flush=True)
+        drafter, _ = train_drafter(here, mine, target, tokenizer, *(corpus if mine.responses_from == "corpus" else (ids, trainable)), {**settings, "seed": seed})
+        if run.main and not (here.out / "result.json").exists():
+            rows, _ = benchmark(target, {name: (drafter, None)}, prompts, min(192, args.response_tokens), stop_ids=stop_tokens(target, tokenizer))
+            result = {f"{key} T={row['temperature']:g}": row[key] for row in rows if row["method"] == name and row["domain"] in ("all", *prompts) for key in ("tau", "speedup")}
+            first = next(iter(prompts.values()))[0]
+            result["draft_ms"] = {n: cycle_ms(target, drafter, first, n)["draft_ms"] for n in (2, 4, 8, 16)}
+            write_json(here.out / "result.json", result)
+        run.wait()
+        if run.main:
+            found.setdefault(name, []).append(read_json(here.out / "result.json"))
+            report = read_json(run.out / "report.json") if (run.out / "report.json").exists() else {}
+            write_json(run.out / "report.json", {**report, "claims": found})
+    if run.main:
+        print(show_claims(found))
+
+
+def show_claims(found):
+    """The claims as a Markdown table, and all variants as bars. found: {variant: a result for each seed}"""
+    of = lambda name, key: [result[f"{key} T=0"] for result in found[name]]
+    spread = lambda values: f"{statistics.mean(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+    lines = ["| claim | flag | measured | result: mean (least to most) of 3 seeds | verdict |", "| --- | --- | --- | --- | --- |"]
+    for claim, flag, key, names in CLAIMS:
+        rows = [of(name, key) for name in names]
+        pairs = [(a, b) for worse, better in zip(rows, rows[1:]) for a, b in zip(worse, better)]
+        verdict = "holds, in every seed" if all(a < b for a, b in pairs) else "does not hold" if statistics.mean(rows[-1]) <= statistics.mean(rows[0]) else "holds on average, not in every seed"
+        lines.append(f"| {claim} | `{flag}` | {key} | {'; '.join(f'{name} {spread(row)}' for name, row in zip(names, rows))} | {verdict} |")
+    cost = {name: {n: statistics.median(result["draft_ms"][n] for result in found[name]) for n in ("2", "4", "8", "16")} for name in ("5 layers", "eagle3")}
+    growth = {name: ms["16"] / ms["2"] for name, ms in cost.items()}
+    flat = growth["5 layers"] < 2 < growth["eagle3"] and cost["5 layers"]["16"] < cost["eagle3"]["8"]
+    lines.append("| drafting is flat in the block size for DFlash, linear for EAGLE-3; 5 layers draft 16 tokens faster than 1 layer 8 | | draft ms at block 2, 4, 8, 16 | " +
+                 "; ".join(f"{name} {', '.join(f'{ms:.2f}' for ms in row.values())}" for name, row in cost.items()) + f" | {'holds' if flat else 'does not hold'} |")
+    for key in ("tau", "speedup"):
+        lines += ["", f"{key} at temperature 0, mean of the seeds"]
+        most = max(statistics.mean(of(name, key)) for name in found)
+        lines += [f"  {name:16} {statistics.mean(of(name, key)):5.2f} {'█' * round(40 * statistics.mean(of(name, key)) / most)}" for name in found]
+    return "\n".join(lines)
+
+
 # ---- command line ------------------------------------------------------------------------------------------------------------------
 
 # Learning rates are Muon's, for matrices, and AdamW's, for the rest, or where Muon's is None for all.
 # cpu: about 15 minutes on 2 cores. gpu: about 100 M parameters on one 24 GB card (the README has the arithmetic).
 PRESETS = {
     "cpu": dict(vocab_size=512, layers=8, hidden_size=256, intermediate_size=768, heads=4, kv_heads=2, sequence_length=256, batch=16,
-                target_minutes=4.0, responses=1536, response_minutes=1.2, response_batch=128, response_tokens=192, prompt_tokens=64,
-                draft_layers=3, block_size=10, anchors=16, draft_batch=16, drafter_minutes=6.9,
+                target_minutes=4.4, responses=1536, response_minutes=1.2, response_batch=128, response_tokens=192, prompt_tokens=64,
+                draft_layers=3, block_size=10, anchors=16, draft_batch=16, drafter_minutes=6.7,
                 temperatures=[0.0, 0.7, 0.0, 1.0], target_lr=[0.02, 1.2e-2], drafter_lr=[0.03, 4e-3], labels="soft"),
     "gpu": dict(vocab_size=16384, layers=12, hidden_size=768, intermediate_size=2304, heads=12, kv_heads=4, sequence_length=1024, batch=16,
                 target_minutes=15.0, responses=32768, response_minutes=5.0, response_batch=256, response_tokens=448, prompt_tokens=64,
@@ -781,30 +862,37 @@ def parse(argv=None):
             ("response-batch", int, "rows decoded together"), ("response-tokens", int, "new tokens each"), ("prompt-tokens", int, "tokens of each prefix"),
             ("draft-layers", int, "of the drafter"), ("block-size", int, "tokens of a block, anchor included"), ("anchors", int, "blocks a sequence"),
             ("draft-batch", int, "sequences a step, over all processes"), ("gamma", float, "decay of the loss over slots (default: the paper's)"),
-            ("drafter-minutes", float, "time for the drafter's training"), ("drafter-steps", int, "instead of --drafter-minutes")):
+            ("drafter-minutes", float, "time for the drafter's training"), ("drafter-steps", int, "instead of --drafter-minutes"),
+            ("taps", int, "target layers that the drafter is fed with (default: 5)")):
         p.add_argument(f"--{name}", type=kind, metavar="N", help=text)
+    p.add_argument("--injection", choices=("kv", "input"), default="kv", help="features as keys and values of every layer (DFlash), or once, as the first layer's input")
+    p.add_argument("--anchor-choice", choices=("random", "fixed"), default="random", help="fixed: at multiples of the block size")
+    p.add_argument("--responses-from", choices=("target", "corpus"), default="target", help="corpus: learn from the text as it is")
+    p.add_argument("--claims", action="store_true", help="measure the paper's claims: train and benchmark each variant, 3 seeds of --drafter-minutes each (hours), over OUT/target")
     p.add_argument("--labels", choices=("soft", "hard"), help="learn the target's distributions, or as in the paper only the tokens of the responses")
     p.add_argument("--epochs", type=float, metavar="N", help="of the drafter's training, instead of --drafter-minutes")
     p.add_argument("--temperatures", type=float, nargs="+", metavar="T", help="of the responses, in turn")
     for name in ("--target-lr", "--drafter-lr"):
         p.add_argument(name, type=learning_rate, nargs=2, metavar=("MUON", "ADAMW"), help="MUON may be none: AdamW for all")
-    p.add_argument("--prompts", type=int, default=10, metavar="N", help="benchmark: prompts a domain")
+    p.add_argument("--prompts", type=int, default=8, metavar="N", help="benchmark: prompts a domain")
     args = p.parse_args(argv)
     args.device = find_device(args.device)
     args.preset = "pretrained" if args.target else args.preset or ("gpu" if args.device.type == "cuda" else "cpu")
-    timed = args.drafter_minutes or args.drafter_steps
+    timed, args.taps = args.drafter_minutes or args.drafter_steps, args.taps or 5
     for name, value in PRESETS[args.preset].items():
         if getattr(args, name) is None and not (name == "epochs" and timed):
             setattr(args, name, value)
     world = int(os.environ.get("WORLD_SIZE", 1))
     for names, least in ((("layers", "draft_layers"), 1), (("block_size",), 2), (("sequence_length", "prompt_tokens", "response_tokens", "responses",
-                         "response_batch", "anchors", "prompts", "target_steps", "drafter_steps", "heads", "kv_heads", "hidden_size", "intermediate_size"), 1), (("batch", "draft_batch"), world), (("seed",), 0)):
+                         "response_batch", "anchors", "prompts", "target_steps", "drafter_steps", "taps", "heads", "kv_heads", "hidden_size", "intermediate_size"), 1), (("batch", "draft_batch"), world), (("seed",), 0)):
         for name in names:
             if getattr(args, name) is not None and getattr(args, name) < least:
                 raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)} is too small: at least {least}")
     for name in ("target_minutes", "response_minutes", "drafter_minutes", "epochs", "gamma"):
-        if getattr(args, name) is not None and not 0 < getattr(args, name) < math.inf:
+        if getattr(args, name) is not None and not (0 < getattr(args, name) < math.inf or name == "gamma" and args.gamma == math.inf):
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)} is out of range: more than 0")
+    if args.target and (args.responses_from == "corpus" or args.claims):
+        raise UserError("--responses-from corpus and --claims need a target that train.py has trained on --data: leave --target out")
     if not all(0 <= temperature < math.inf for temperature in args.temperatures):
         raise UserError(f"--temperatures {args.temperatures} are out of range: at least 0")
     if not args.target and args.prompt_tokens + args.response_tokens > ModelConfig.max_position_embeddings:
@@ -833,7 +921,13 @@ def main(argv=None):
         target, settings = train_target(run, args, tokenizer, ids, heldout, settings)
         begin = torch.randint(len(ids) - args.prompt_tokens, (args.responses,), generator=generator(args.seed, 2))
         prompts = [ids[i:i + args.prompt_tokens].tolist() for i in begin]
-    ids, trainable, settings = make_responses(run, args, target, tokenizer, prompts, settings)
+    if args.claims:
+        measure_claims(run, args, target, tokenizer, make_responses(run, args, target, tokenizer, prompts, settings), corpus_rows(args, ids))
+        return
+    if args.responses_from == "corpus":
+        (ids, trainable), settings = corpus_rows(args, ids), {**settings, "responses_from": "corpus", "responses": args.responses}
+    else:
+        ids, trainable, settings = make_responses(run, args, target, tokenizer, prompts, settings)
     if args.target and run.main:
         write_lines(run.out / "heldout.jsonl", heldout)
     drafter, settings = train_drafter(run, args, target, tokenizer, ids, trainable, settings)
