@@ -73,7 +73,7 @@ def accept_sampled(drafts, q, p, u_accept, u_bonus):
     norm(max(p - q, 0)); where all are kept, from p itself.
     """
     if drafts.shape[1] == 0:
-        return torch.zeros_like(drafts[:, 0:].sum(1)), draw(p[:, 0], u_bonus[:, 0])
+        return drafts.new_zeros(len(drafts)), draw(p[:, 0], u_bonus[:, 0])                # plain decoding
     at_draft = drafts[..., None]
     keep = u_accept * q.gather(2, at_draft)[..., 0] < p[:, :-1].gather(2, at_draft)[..., 0]
     accepted = keep.cumprod(1).sum(1)                                            # (B,)

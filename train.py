@@ -823,7 +823,7 @@ def show_claims(found):
 # Learning rates are Muon's, for matrices, and AdamW's, for the rest, or where Muon's is None for all.
 # cpu: about 15 minutes on 2 cores. gpu: about 100 M parameters on one 24 GB card (the README has the arithmetic).
 PRESETS = {
-    "cpu": dict(vocab_size=512, layers=8, hidden_size=256, intermediate_size=768, heads=4, kv_heads=2, sequence_length=256, batch=16,
+    "cpu": dict(vocab_size=448, layers=8, hidden_size=256, intermediate_size=768, heads=4, kv_heads=2, sequence_length=256, batch=16,
                 target_minutes=4.4, responses=1536, response_minutes=1.2, response_batch=128, response_tokens=192, prompt_tokens=64,
                 draft_layers=3, block_size=10, anchors=16, draft_batch=16, drafter_minutes=6.7,
                 temperatures=[0.0, 0.7, 0.0, 1.0], target_lr=[0.02, 1.2e-2], drafter_lr=[0.03, 4e-3], labels="soft"),
