@@ -162,40 +162,34 @@ class Pace:
     """
 
     def __init__(self, sizes):
-        self.sizes = np.array(sizes)                                             # ascending, 1 first, the whole block last
+        self.sizes = sizes                                                       # ascending, 1 first, the whole block last
         self.draft_ms, self.verify_ms = deque(maxlen=8), {}                      # recent ones; the least of them counts, noise only adds
-        self.chosen = deque([sizes[-1]], maxlen=4)
+        self.cost = dict.fromkeys(sizes, 0.0)                                    # milliseconds to read n tokens: measured, or between measured neighbours
         self.power, self.tokens, self.ms = 0.45, 0.0, 0.0                        # measured at both temperatures; of a cycle with a draft, moving averages
         self.drafting, self.drafted, self.wait, self.pause = True, 0, 0, 2
-
-    def cost(self, n):
-        """Milliseconds of the target's pass over n tokens: measured, or between its measured neighbours."""
-        known = sorted(self.verify_ms)
-        return np.interp(n, known, [min(self.verify_ms[k]) for k in known])
+        self.chosen = deque([sizes[-1]], maxlen=4)
 
     def choose(self, confidence):
         """The drafter's confidence in each slot (rows, drafts) -> how many tokens to read."""
-        kept = (confidence.cpu().double() ** self.power).cumprod(1).mean(0).numpy()    # that drafts 1..k are all kept
-        sizes = self.sizes[self.sizes <= 1 + len(kept)]
-        expected = 1 + np.concatenate(([0.0], kept.cumsum()))[sizes - 1]
-        best = len(sizes) - 1
-        if 1 in self.verify_ms:
-            best = int(np.argmax(expected - self.rate() * self.cost(sizes)))     # what it gives less what the time would give elsewhere
-        self.expected = dict(zip(sizes.tolist(), expected))
-        self.chosen.append(int(sizes[best]))
-        return self.chosen[-1]
+        kept = (confidence.cpu().double() ** self.power).cumprod(1).mean(0).tolist()    # that drafts 1..k are all kept
+        expected = dict(zip(range(1, len(kept) + 2), itertools.accumulate(kept, initial=1.0)))
+        self.expected = {n: expected[n] for n in self.sizes if n in expected}
+        best = max(self.expected)
+        if 1 in self.verify_ms:                                                  # what it gives less what the time would give elsewhere
+            rate = max(1 / self.cost[1], self.tokens / self.ms)
+            best = max(self.expected, key=lambda n: self.expected[n] - rate * self.cost[n])
+        self.chosen.append(best)
+        return best
 
     def reach(self):
         """How many tokens to draft, anchor included: a little more than was read lately."""
-        return min(max(self.chosen) + 2, int(self.sizes[-1]))
-
-    def rate(self):
-        """Tokens a millisecond, the best way so far."""
-        return max(1 / self.cost(1), self.tokens / self.ms)
+        return min(max(self.chosen) + 2, self.sizes[-1])
 
     def update(self, drafted, n, draft_ms, verify_ms, kept):
         """What a cycle took and gave: kept, the mean over its rows."""
         self.verify_ms.setdefault(n, deque(maxlen=8)).append(verify_ms)
+        known = sorted(self.verify_ms)
+        self.cost = dict(zip(self.sizes, np.interp(self.sizes, known, [min(self.verify_ms[k]) for k in known]).tolist()))
         if not drafted:
             self.wait -= 1
             self.drafting = self.wait <= 0
@@ -206,11 +200,11 @@ class Pace:
         self.power = min(max(self.power * math.exp(0.05 * (expected - kept)), 0.1), 100.0)
         weight = max(0.1, 1 / self.drafted, 0.3 if self.pause > 2 else 0)        # a mean at first; bold where this draft only looks whether the text has changed
         self.tokens += weight * (expected - self.tokens)
-        self.ms += weight * (min(self.draft_ms) + self.cost(n) - self.ms)
+        self.ms += weight * (min(self.draft_ms) + self.cost[n] - self.ms)
         if self.drafted == 2:                                                    # the first one also read the prompt
             self.drafting, self.wait = False, 1                                  # for the cost of a plain cycle
         elif 1 in self.verify_ms:
-            if self.tokens / self.ms > 0.98 / self.cost(1):
+            if self.tokens / self.ms > 0.98 / self.cost[1]:
                 self.pause, self.wait = 2, 0
             else:
                 self.drafting, self.wait, self.pause = False, self.pause, min(2 * self.pause, 32)
@@ -524,8 +518,8 @@ def show_sweep(found):
         for row in found[key]:
             memory = f"   target {row['target_cache_bytes'] / 2**20:.2f} MiB, drafter {row['drafter_cache_bytes'] / 2**20:.2f} MiB" if key == "context" else ""
             for i, c in enumerate(columns):
-                if row[c] is not None:
-                    lines.append(f"  {row[key] if i == 0 else '':>5}  {c.removesuffix('_ms'):14} {row[c]:9.2f} {'█▒'[i] * round(40 * row[c] / most)}{memory if i == 0 else ''}")
+                value = row[c] or 0.0                                            # a block of one is not drafted
+                lines.append(f"  {row[key] if i == 0 else '':>5}  {c.removesuffix('_ms'):14} {value:9.2f} {'█▒'[i] * round(40 * value / most)}{memory if i == 0 else ''}")
     return "\n".join(lines)
 
 

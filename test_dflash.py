@@ -615,7 +615,7 @@ class Wandering(decode.Pace):
 
     def choose(self, confidence):
         super().choose(confidence)
-        return self.random.choice(self.sizes.tolist())
+        return self.random.choice(list(self.expected))
 
     def update(self, drafted, *seen):
         super().update(drafted, *seen)
