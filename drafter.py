@@ -198,12 +198,10 @@ def token_losses(head, target, hidden, labels, chunk=2**28):
             labels = target.logits(labels).float().softmax(-1).detach()
         return F.cross_entropy(head(hidden).float(), labels, reduction="none")
 
-    @torch.compiler.disable                                                      # a compiled graph would hold the loop unrolled
-    def in_chunks(hidden, labels):
-        return torch.cat([torch.utils.checkpoint.checkpoint(losses, *part, use_reentrant=False)
-                          for part in zip(hidden.split(rows), labels.split(rows))])
     rows = max(1, chunk // target.config.vocab_size)
-    return losses(hidden, labels) if len(hidden) <= rows else in_chunks(hidden, labels)
+    if len(hidden) <= rows:
+        return losses(hidden, labels)
+    return torch.cat([torch.utils.checkpoint.checkpoint(losses, *part, use_reentrant=False) for part in zip(hidden.split(rows), labels.split(rows))])
 
 
 def drafter_loss(drafter, target, ids, features, trainable, anchors, valid, gamma, target_hidden=None, chunk=2**28):
