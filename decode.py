@@ -231,15 +231,6 @@ class Cycle(NamedTuple):
     done: torch.Tensor          # (B,) rows that had ended before: theirs does not count
 
 
-class Recent(NamedTuple):
-    """What `Pace` learns from a cycle."""
-    cycle: int
-    confidence: torch.Tensor | None     # (B, block - 1); None: no draft
-    n: int                              # tokens read
-    accepted: torch.Tensor              # (B,)
-    done: torch.Tensor                  # (B,) before the cycle
-
-
 def fixed_shapes(device):
     """On CUDA every cycle has the same shapes and asks nothing of the host, which looks at the results every CHECK_EVERY cycles. Elsewhere host and device
     are one, and each pass is cut to what it needs."""
@@ -326,16 +317,16 @@ def cycles(target, drafter, prompts, max_new_tokens, *, block_size=None, tempera
     yield Cycle(no_drafts, made - 1, anchor, done)
     done = torch.isin(anchor, stops) | (made >= max_new_tokens)
 
-    n, recent = block, []                                                        # recent: cycles that `pace` has not learned from yet
+    n, recent = block, []                                                        # recent: cycles that `pace` has not learned from yet: number, confidence, Cycle
     for cycle in range(max_new_tokens - 1):                                      # each cycle makes at least one token
         if not fixed or cycle % CHECK_EVERY == 0:
             if bool(done.all()):
                 break
             if pace:
-                if fixed and (seen := [r.confidence for r in recent if r.confidence is not None]):
-                    n = pace.choose(torch.cat(seen))
-                for r in recent:
-                    pace.update(r.confidence is not None, r.n, *watch.cycle(r.cycle), (r.accepted[~r.done] + 1).float().mean().item())
+                if fixed and (known := [seen for _, seen, _ in recent if seen is not None]):
+                    n = pace.choose(torch.cat(known))
+                for i, seen, (read, accepted, _, over) in recent:
+                    pace.update(seen is not None, read.shape[1] + 1, *watch.cycle(i), (accepted[~over] + 1).float().mean().item())
             recent = []
         longest = 0 if fixed else int(length.max())
         drafting = block > 1 and (not pace or pace.drafting)
@@ -353,8 +344,8 @@ def cycles(target, drafter, prompts, max_new_tokens, *, block_size=None, tempera
         watch.mark()
         accepted, bonus, *state = verify(drafts, q, anchor, length, made, done, **({} if fixed else {"end": longest + drafts.shape[1] + 1}))
         watch.mark()
-        yield Cycle(drafts, accepted, bonus, done)
-        recent.append(Recent(cycle, confidence, drafts.shape[1] + 1, accepted, done))
+        recent.append((cycle, confidence, Cycle(drafts, accepted, bonus, done)))
+        yield recent[-1][-1]
         anchor, (length, made, done, *read) = bonus, state
         kept = drafts.shape[1] + 1 if fixed else int(accepted.max()) + 1
         unread.append([x[:, :kept] for x in read])

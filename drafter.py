@@ -19,7 +19,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import nn
 
-from kernels import attention, below, causal, context_and_block, dflash_training, input_injection_training, make_mask
+from kernels import attention, causal, context_and_block, dflash_training, input_injection_training, make_mask
 from model import Layer, Linear, ModelConfig, RMSNorm, Rope, Transformer, UserError, empty, init_weights, load_weights, read_json, rotate, save_model
 
 
@@ -159,12 +159,11 @@ class DFlashDrafter(Drafter):
         ids = torch.full((B, block_size), self.config.mask_token_id, device=device)
         ids[:, 0] = anchor
         cache.at(positions, end)
-        mask, limit = None, start[:, None] + block_size                          # one row, and the cache cut to its length: all of it is seen
+        mask, limit = None, (start[:, None] + block_size).expand(-1, block_size)  # one row, and the cache cut to its length: all of it is seen
         if self.config.injection == "input":
-            limit = torch.cat((torch.where(unread[1] < 0, limit, places + 1), limit.expand(-1, block_size)), 1)
-            mask = make_mask(below(limit), B, limit.shape[1], cache.end, device, self.dtype)
-        elif B > 1 or end is None:
-            mask = make_mask(context_and_block(limit[:, 0]), B, block_size, cache.end, device, self.dtype)
+            limit = torch.cat((torch.where(unread[1] < 0, limit[:, :1], places + 1), limit), 1)
+        if B > 1 or end is None or self.config.injection == "input":
+            mask = make_mask(context_and_block(limit), B, limit.shape[1], cache.end, device, self.dtype)
         hidden = self(features, target.model.embed_tokens(ids), positions, mask, cache)
         return pick(target.logits(hidden[:, 1:]), 0)
 

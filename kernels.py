@@ -28,10 +28,11 @@ def causal(start):
     return causal_mask
 
 
-def context_and_block(end):
-    """Drafting: every query of row b sees the cached context and its whole block: all keys below end[b]. end: (B,) int64."""
+def context_and_block(limit):
+    """Drafting: query i of row b sees all keys below limit[b, i]. Every query of a block has the same limit: the cached context and the whole block, both ways.
+    (With injection "input" the new context positions are queries too, and each sees up to itself.) limit: (B, Q) int64."""
     def context_and_block_mask(b, h, q_idx, kv_idx):
-        return kv_idx < end[b]
+        return kv_idx < limit[b, q_idx]
     return context_and_block_mask
 
 
@@ -58,13 +59,6 @@ def input_injection_training(anchors, context_length, block_size):
     def input_injection_training_mask(b, h, q_idx, kv_idx):
         return torch.where(q_idx < context_length, kv_idx <= q_idx, blocks(b, h, (q_idx - context_length).clamp(min=0), kv_idx))
     return input_injection_training_mask
-
-
-def below(limit):
-    """The same in decoding: query i of row b sees all keys below limit[b, i]. limit: (B, Q) int64."""
-    def below_mask(b, h, q_idx, kv_idx):
-        return kv_idx < limit[b, q_idx]
-    return below_mask
 
 
 # ---- the two executors ---------------------------------------------------------------------------------------------------

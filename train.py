@@ -763,8 +763,8 @@ CLAIMS = (      # the claim, the flag that switches it, what is measured at temp
     ("regenerated responses beat the raw corpus", "--responses-from", "tau", ("raw corpus", "dflash")),
     ("larger blocks are accepted for longer", "--block-size", "tau", ("block 4", "block 8", "block 16")),
     ("larger blocks are faster", "--block-size", "speedup", ("block 4", "block 8", "block 16")),
-    ("DFlash is faster than EAGLE-3", "--drafter", "speedup", ("eagle3", "dflash")),
-    ("DFlash is faster than a draft model", "--drafter", "speedup", ("ar", "dflash")))
+    ("DFlash is faster than EAGLE-3", "--drafter", "speedup, auto", ("eagle3", "dflash")),
+    ("DFlash is faster than a draft model", "--drafter", "speedup, auto", ("ar", "dflash")))
 
 
 def measure_claims(run, args, target, tokenizer, responses, corpus):
@@ -776,17 +776,20 @@ def measure_claims(run, args, target, tokenizer, responses, corpus):
     for seed, (name, flags) in itertools.product(range(3), VARIANTS.items()):
         mine, here = copy.copy(args), copy.copy(run)
         vars(mine).update(flags, seed=seed)
-        here.out, here.resume = run.out / "claims" / f"{name} {seed}", True
+        folder = "dflash" if all(getattr(args, flag) == value for flag, value in flags.items()) else name    # one of the depths is the preset's own
+        here.out, here.resume = run.out / "claims" / f"{folder} {seed}", True
         here.out.mkdir(parents=True, exist_ok=True)
         if run.main:
             print(f"claims: {name}, seed {seed}", flush=True)
         drafter, _ = train_drafter(here, mine, target, tokenizer, *(corpus if mine.responses_from == "corpus" else (ids, trainable)), {**settings, "seed": seed})
         if run.main and not (here.out / "result.json").exists():
-            rows, _ = benchmark(target, {name: (drafter, None)}, prompts, min(192, args.response_tokens), stop_ids=stop_tokens(target, tokenizer))
-            result = {f"{key} T={row['temperature']:g}": row[key] for row in rows if row["method"] == name and row["domain"] in ("all", *prompts) for key in ("tau", "speedup")}
+            with run.bar(sum(map(len, prompts.values())), "benchmark", "prompt") as bar:
+                rows, _ = benchmark(target, {"whole": (drafter, None), "auto": (drafter, "auto")}, prompts, min(192, args.response_tokens), (0.0,),
+                                    stop_tokens(target, tokenizer), progress=lambda what: bar.update())
+            whole, auto = rows[-2:]                                              # over all domains
             first = next(iter(prompts.values()))[0]
-            result["draft_ms"] = {n: cycle_ms(target, drafter, first, n)["draft_ms"] for n in (2, 4, 8, 16)}
-            write_json(here.out / "result.json", result)
+            write_json(here.out / "result.json", {"tau": whole["tau"], "speedup": whole["speedup"], "speedup, auto": auto["speedup"], "identical": whole["identical"],
+                                                  "draft_ms": {n: cycle_ms(target, drafter, first, n)["draft_ms"] for n in (2, 4, 8, 16)}})
         run.wait()
         if run.main:
             found.setdefault(name, []).append(read_json(here.out / "result.json"))
@@ -798,7 +801,7 @@ def measure_claims(run, args, target, tokenizer, responses, corpus):
 
 def show_claims(found):
     """The claims as a Markdown table, and all variants as bars. found: {variant: a result for each seed}"""
-    of = lambda name, key: [result[f"{key} T=0"] for result in found[name]]
+    of = lambda name, key: [result[key] for result in found[name]]
     spread = lambda values: f"{statistics.mean(values):.2f} ({min(values):.2f} to {max(values):.2f})"
     lines = ["| claim | flag | measured | result: mean (least to most) of 3 seeds | verdict |", "| --- | --- | --- | --- | --- |"]
     for claim, flag, key, names in CLAIMS:
@@ -809,9 +812,9 @@ def show_claims(found):
     cost = {name: {n: statistics.median(result["draft_ms"][n] for result in found[name]) for n in ("2", "4", "8", "16")} for name in ("5 layers", "eagle3")}
     growth = {name: ms["16"] / ms["2"] for name, ms in cost.items()}
     flat = growth["5 layers"] < 2 < growth["eagle3"] and cost["5 layers"]["16"] < cost["eagle3"]["8"]
-    lines.append("| drafting is flat in the block size for DFlash, linear for EAGLE-3; 5 layers draft 16 tokens faster than 1 layer 8 | | draft ms at block 2, 4, 8, 16 | " +
+    lines.append("| drafting is flat in the block size for DFlash, linear for EAGLE-3; 5 layers draft 16 tokens faster than 1 layer 8 | `--drafter` | draft ms at block 2, 4, 8, 16 | " +
                  "; ".join(f"{name} {', '.join(f'{ms:.2f}' for ms in row.values())}" for name, row in cost.items()) + f" | {'holds' if flat else 'does not hold'} |")
-    for key in ("tau", "speedup"):
+    for key in ("tau", "speedup", "speedup, auto"):
         lines += ["", f"{key} at temperature 0, mean of the seeds"]
         most = max(statistics.mean(of(name, key)) for name in found)
         lines += [f"  {name:16} {statistics.mean(of(name, key)):5.2f} {'█' * round(40 * statistics.mean(of(name, key)) / most)}" for name in found]
