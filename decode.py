@@ -344,8 +344,9 @@ def cycles(target, drafter, prompts, max_new_tokens, *, block_size=None, tempera
         watch.mark()
         accepted, bonus, *state = verify(drafts, q, anchor, length, made, done, **({} if fixed else {"end": longest + drafts.shape[1] + 1}))
         watch.mark()
-        recent.append((cycle, confidence, Cycle(drafts, accepted, bonus, done)))
-        yield recent[-1][-1]
+        step = Cycle(drafts, accepted, bonus, done)
+        yield step
+        recent.append((cycle, confidence, step))
         anchor, (length, made, done, *read) = bonus, state
         kept = drafts.shape[1] + 1 if fixed else int(accepted.max()) + 1
         unread.append([x[:, :kept] for x in read])
@@ -490,10 +491,10 @@ def sweep(target, drafter, prompts, progress, **how):
     for batch in (1, 4, 16, 64):
         rows = [prompts[i % len(prompts)] for i in range(batch)]
         entry = {"batch": batch}
-        for method, d in (("autoregressive", None), ("speculative", drafter)):
+        for method, d, size in (("autoregressive", None, None), ("speculative", drafter, None), ("auto", drafter, "auto")):
             progress(f"batch of {batch}, {method}")
             began = time.perf_counter()
-            out = speculative(target, d, rows, 64, **how)
+            out = speculative(target, d, rows, 64, block_size=size, **how)
             entry[method] = sum(map(len, out.tokens)) / (time.perf_counter() - began)
         found["batch"].append(entry)
     return found
@@ -502,7 +503,7 @@ def sweep(target, drafter, prompts, progress, **how):
 def show_sweep(found):
     """The sweep as tables with bars."""
     lines = []
-    for key, columns in (("block_size", ("draft_ms", "verify_ms")), ("context", ("draft_ms", "verify_ms")), ("batch", ("autoregressive", "speculative"))):
+    for key, columns in (("block_size", ("draft_ms", "verify_ms")), ("context", ("draft_ms", "verify_ms")), ("batch", ("autoregressive", "speculative", "auto"))):
         most = max(row[c] or 0 for row in found[key] for c in columns)
         lines += ["", {"block_size": "block size: milliseconds of one pass (context 64)", "context": f"context: milliseconds of one pass (block {found['context'][0]['block_size']}), "
                        "and the KV caches", "batch": "batch: tokens a second, all rows together"}[key]]
@@ -510,7 +511,7 @@ def show_sweep(found):
             memory = f"   target {row['target_cache_bytes'] / 2**20:.2f} MiB, drafter {row['drafter_cache_bytes'] / 2**20:.2f} MiB" if key == "context" else ""
             for i, c in enumerate(columns):
                 value = row[c] or 0.0                                            # a block of one is not drafted
-                lines.append(f"  {row[key] if i == 0 else '':>5}  {c.removesuffix('_ms'):14} {value:9.2f} {'█▒'[i] * round(40 * value / most)}{memory if i == 0 else ''}")
+                lines.append(f"  {row[key] if i == 0 else '':>5}  {c.removesuffix('_ms'):14} {value:9.2f} {'█▒░'[i] * round(40 * value / most)}{memory if i == 0 else ''}")
     return "\n".join(lines)
 
 

@@ -319,7 +319,7 @@ class Eagle3Drafter(Drafter):
             mask = None                                                          # one row and position, and the cache cut to its length: it sees all
             if B > 1 or n > 1 or end is None:
                 mask = make_mask(causal(first), B, n, cache.end, ids.device, self.dtype)
-            attend = lambda q, k, v: attention(*(x.transpose(1, 2) for x in (q, *cache.update(0, k, v))), mask).transpose(1, 2)
+            attend = lambda q, k, v: attention(q.transpose(1, 2), *cache.update(0, k, v), mask).transpose(1, 2)
             return self(hidden, target.model.embed_tokens(ids), positions, attend)
         return draft_in_turn(read, lambda hidden: target.logits(self.norm(hidden)), ids, self.fc(features), first, last, block_size, end, pick, cache)
 

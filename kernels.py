@@ -9,14 +9,11 @@ Each is written once, and `make_mask` turns it into what the device's executor w
 
 `attention` then runs either. Nothing here knows what a model, a token or a file is.
 """
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
-
-# Compiled on first use, once for each mask and kind of shape that meets them: more than the eight that PyTorch allows before it gives up.
-torch._dynamo.config.recompile_limit = 64
-compiled_flex_attention = torch.compile(flex_attention)
-compiled_create_block_mask = torch.compile(create_block_mask)
 
 
 # ---- the masks -----------------------------------------------------------------------------------------------------------
@@ -71,10 +68,17 @@ def dense(mask_mod, B, Q, KV, device, dtype=torch.float32):
     return torch.zeros((), dtype=dtype, device=device).where(visible, float("-inf")).expand(B, 1, Q, KV)
 
 
+@functools.cache
+def compiled(function):
+    """torch.compile on first use: importing the compiler takes as long as importing PyTorch, and on the CPU decoding needs none."""
+    torch._dynamo.config.recompile_limit = 64                                    # one for each mask and kind of shape: more than the eight after which PyTorch gives up
+    return torch.compile(function)
+
+
 def make_mask(mask_mod, B, Q, KV, device, dtype=torch.float32):
     """What `attention` takes as its mask, built once a forward pass and shared by all its layers and heads."""
     if torch.device(device).type == "cuda":
-        return compiled_create_block_mask(mask_mod, B, None, Q, KV, device=device)
+        return compiled(create_block_mask)(mask_mod, B, None, Q, KV, device=device)
     return dense(mask_mod, B, Q, KV, device, dtype)
 
 
@@ -94,7 +98,8 @@ def attention(q, k, v, mask=None):
     mask: from `make_mask`; None where every query sees every key. Returns (B, H, Q, D).
     """
     if isinstance(mask, BlockMask):
-        return compiled_flex_attention(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+        run = flex_attention if torch.compiler.is_compiling() else compiled(flex_attention)     # a compiled layer takes it into its own graph
+        return run(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
     if torch.is_grad_enabled() and q.device.type == "cpu":
         return plain_attention(q, k, v, mask)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])

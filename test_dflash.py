@@ -29,6 +29,7 @@ from model import CODE_PATTERN, KVCache, ModelConfig, Tokenizer, Transformer, Us
 from train import read_corpus, split, train_bpe
 
 HERE = Path(__file__).parent
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}    # for the commands that run beside these tests
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
@@ -1097,7 +1098,7 @@ def data(tmp_path_factory):
 
 def run_train(*flags, launcher=(sys.executable,), check=True):
     command = [*launcher, str(HERE / "train.py"), *map(str, flags)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=HERE, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(command, capture_output=True, text=True, cwd=HERE, env=ONE_THREAD)
     assert not check or done.returncode == 0, done.stderr
     return done
 
@@ -1186,7 +1187,7 @@ def test_a_killed_run_resumes_to_the_same_weights(finished_run, data, tmp_path):
     flags = ["--data", str(data), "--out", str(out), *TINY]
     for stage in ("target", "drafter"):
         process = subprocess.Popen([sys.executable, str(HERE / "train.py"), *flags, "--resume"], stderr=subprocess.PIPE, stdout=subprocess.PIPE, cwd=HERE,
-                                   env={**os.environ, "OMP_NUM_THREADS": "1"})
+                                   env=ONE_THREAD)
         checkpoint = out / f"{stage}.checkpoint.safetensors"
         while not checkpoint.exists():
             assert process.poll() is None, process.stderr.read()
@@ -1238,13 +1239,29 @@ def test_two_processes_train_the_same_weights(data, tmp_path):
             assert (a[name] - b[name]).norm() < 1e-3 * a[name].norm(), name
 
 
-def test_the_gpu_preset_shrunk(data, tmp_path):
-    """Its code, on whatever device there is: the compiled training step and the wall-clock plan included."""
+@pytest.fixture(scope="module", autouse=True)
+def gpu_preset(request, data, tmp_path_factory):
+    """The gpu preset, shrunk by its own flags. It compiles for half a minute: so it starts first and runs beside the other tests."""
+    if not any(item.name == "test_the_gpu_preset_shrunk" for item in request.session.items):
+        yield
+        return
+    out = tmp_path_factory.mktemp("gpu")
     shrink = ["--vocab-size", "300", "--layers", "2", "--hidden-size", "48", "--intermediate-size", "64", "--heads", "3", "--kv-heads", "1", "--sequence-length", "64",
               "--batch", "4", "--responses", "16", "--response-batch", "8", "--response-tokens", "24", "--prompt-tokens", "8", "--anchors", "4", "--draft-layers", "1", "--draft-batch", "4",
               "--block-size", "4", "--target-minutes", "0.02", "--response-minutes", "0.02", "--drafter-minutes", "0.02", "--prompts", "1"]
-    run_train("--preset", "gpu", "--data", data, "--out", tmp_path, *shrink, *([] if torch.cuda.is_available() else ["--device", "cpu"]))
-    plan = json.loads((tmp_path / "plan.json").read_text())
+    with open(out / "stderr", "w") as errors:
+        process = subprocess.Popen([sys.executable, str(HERE / "train.py"), "--preset", "gpu", "--data", str(data), "--out", str(out), *shrink,
+                                    *([] if torch.cuda.is_available() else ["--device", "cpu"])], stdout=subprocess.DEVNULL, stderr=errors, cwd=HERE, env=ONE_THREAD)
+    yield process, out
+    process.kill()
+    process.wait()
+
+
+def test_the_gpu_preset_shrunk(gpu_preset):
+    """Its code, on whatever device there is: the compiled training step and the wall-clock plan included."""
+    process, out = gpu_preset
+    assert process.wait() == 0, (out / "stderr").read_text()
+    plan = json.loads((out / "plan.json").read_text())
     assert plan["target"] >= 20 and plan["drafter"] >= 20 and plan["response_parts"] >= 1
 
 

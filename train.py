@@ -426,6 +426,7 @@ def train(run, stage, module, batch_loss, settings, *, steps, minutes, lr, token
     parameters = list(module.parameters())
     module.train()
     if run.compile:                                                              # the layers share one compiled function, where the whole model takes a minute
+        torch._dynamo.config.recompile_limit = 64                                # once for each kind of shape that meets them
         parts = (RMSNorm, MLP) if stage == "eagle3" else Layer                   # EAGLE-3 calls its layer's parts, many times a step
         for part in filter(lambda m: isinstance(m, parts), module.modules()):
             part.compile()
