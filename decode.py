@@ -61,6 +61,8 @@ def draw(weights, u):
 def accept_greedy(drafts, logits):
     """Temperature 0. drafts (B, K), the target's logits (B, K + 1, V) -> how many drafts are kept (B,), and the bonus token (B,)."""
     best = logits.argmax(-1)                                                     # (B, K + 1)
+    if drafts.shape[1] == 0:
+        return drafts.new_zeros(len(drafts)), best[:, 0]                         # plain decoding
     accepted = (drafts == best[:, :-1]).cumprod(1).sum(1)
     return accepted, best.gather(1, accepted[:, None])[:, 0]
 
@@ -163,16 +165,21 @@ class Pace:
 
     def __init__(self, sizes):
         self.sizes = sizes                                                       # ascending, 1 first, the whole block last
-        self.draft_ms, self.verify_ms = deque(maxlen=8), {}                      # recent ones; the least of them counts, noise only adds
+        self.draft_ms, self.verify_ms = deque(maxlen=8), {}                      # recent ones; their median counts
         self.cost = dict.fromkeys(sizes, 0.0)                                    # milliseconds to read n tokens: measured, or between measured neighbours
         self.power, self.tokens, self.ms = 0.45, 0.0, 0.0                        # measured at both temperatures; of a cycle with a draft, moving averages
         self.drafting, self.drafted, self.wait, self.pause = True, 0, 0, 2
         self.chosen = deque([sizes[-1]], maxlen=4)
 
     def choose(self, confidence):
-        """The drafter's confidence in each slot (rows, drafts) -> how many tokens to read."""
-        kept = (confidence.cpu().double() ** self.power).cumprod(1).mean(0).tolist()    # that drafts 1..k are all kept
-        expected = dict(zip(range(1, len(kept) + 2), itertools.accumulate(kept, initial=1.0)))
+        """The drafter's confidence in each slot, [rows][drafts] -> how many tokens to read. (Plain numbers: a tensor operation on so few costs ten times as much.)"""
+        expected = [1.0] + [0.0] * len(confidence[0])
+        for row in confidence:
+            kept = 1 / len(confidence)
+            for k, c in enumerate(row, 1):
+                kept *= c ** self.power                                          # that drafts 1..k are all kept
+                expected[k] += kept
+        expected = dict(enumerate(itertools.accumulate(expected), 1))
         self.expected = {n: expected[n] for n in self.sizes if n in expected}
         best = max(self.expected)
         if 1 in self.verify_ms:                                                  # what it gives less what the time would give elsewhere
@@ -189,7 +196,7 @@ class Pace:
         """What a cycle took and gave: kept, the mean over its rows."""
         self.verify_ms.setdefault(n, deque(maxlen=8)).append(verify_ms)
         known = sorted(self.verify_ms)
-        self.cost = dict(zip(self.sizes, np.interp(self.sizes, known, [min(self.verify_ms[k]) for k in known]).tolist()))
+        self.cost = dict(zip(self.sizes, np.interp(self.sizes, known, [median(self.verify_ms[k]) for k in known]).tolist()))
         if not drafted:
             self.wait -= 1
             self.drafting = self.wait <= 0
@@ -200,7 +207,7 @@ class Pace:
         self.power = min(max(self.power * math.exp(0.05 * (expected - kept)), 0.1), 100.0)
         weight = max(0.1, 1 / self.drafted, 0.3 if self.pause > 2 else 0)        # a mean at first; bold where this draft only looks whether the text has changed
         self.tokens += weight * (expected - self.tokens)
-        self.ms += weight * (min(self.draft_ms) + self.cost[n] - self.ms)
+        self.ms += weight * (median(self.draft_ms) + self.cost[n] - self.ms)
         if self.drafted == 2:                                                    # the first one also read the prompt
             self.drafting, self.wait = False, 1                                  # for the cost of a plain cycle
         elif 1 in self.verify_ms:
@@ -266,8 +273,10 @@ def cycles(target, drafter, prompts, max_new_tokens, *, block_size=None, tempera
 
     def context(ids, start, count, features):
         """What the drafter gets to read of a pass of the target: the tokens (B, n), their positions (B, n), -1 for those that are not kept, and the features."""
+        if block == 1:
+            return ()
         places = torch.where(slot[:ids.shape[1]] < count[:, None], start[:, None] + slot[:ids.shape[1]], -1)
-        return () if block == 1 else (ids, places) if features is None else (ids, places, features)
+        return (ids, places) if features is None else (ids, places, features)
 
     def draft(anchor, length, made, *unread, size=block, end=None):
         """-> drafts (B, size - 1); what they were drawn from, q (B, size - 1, V); and how likely each was to be kept, before it was drawn (B, size - 1)."""
@@ -295,7 +304,9 @@ def cycles(target, drafter, prompts, max_new_tokens, *, block_size=None, tempera
             accepted, bonus = accept_sampled(drafts, q, distribution(logits, temperature, top_k, top_p), now[:, :-1, 2], now[..., 0])
         count = torch.where(done, 0, accepted + 1)
         made = made + count
-        stopped = torch.isin(bonus, stops) | (torch.isin(drafts, stops) & (slot[:n - 1] < accepted[:, None])).any(1)
+        stopped = torch.isin(bonus, stops)
+        if n > 1:
+            stopped |= (torch.isin(drafts, stops) & (slot[:n - 1] < accepted[:, None])).any(1)
         return accepted, bonus, length + count, made, done | stopped | (made >= max_new_tokens), *context(ids, length, count, features)
 
     if fixed and graphs:
@@ -324,9 +335,10 @@ def cycles(target, drafter, prompts, max_new_tokens, *, block_size=None, tempera
                 break
             if pace:
                 if fixed and (known := [seen for _, seen, _ in recent if seen is not None]):
-                    n = pace.choose(torch.cat(known))
+                    n = pace.choose(torch.cat(known).tolist())
                 for i, seen, (read, accepted, _, over) in recent:
-                    pace.update(seen is not None, read.shape[1] + 1, *watch.cycle(i), (accepted[~over] + 1).float().mean().item())
+                    gains = [a + 1 for a, ended in zip(accepted.tolist(), over.tolist()) if not ended]
+                    pace.update(seen is not None, read.shape[1] + 1, *watch.cycle(i), sum(gains) / len(gains))
             recent = []
         longest = 0 if fixed else int(length.max())
         drafting = block > 1 and (not pace or pace.drafting)
@@ -339,7 +351,7 @@ def cycles(target, drafter, prompts, max_new_tokens, *, block_size=None, tempera
             drafts, q, confidence = draft(anchor, length, made, *parts, **({} if fixed else {"size": size, "end": longest + size}))
             unread = []
             if pace and not fixed:
-                n = pace.choose(confidence[~done])
+                n = pace.choose([row for row, ended in zip(confidence.tolist(), done.tolist()) if not ended])
             drafts, q = drafts[:, :n - 1], q[:, :n - 1]
         watch.mark()
         accepted, bonus, *state = verify(drafts, q, anchor, length, made, done, **({} if fixed else {"end": longest + drafts.shape[1] + 1}))

@@ -212,15 +212,15 @@ class Rope:
     """cos and sin of the rotary angles, at any positions."""
 
     def __init__(self, config):
-        self.frequency, self.factor = rope_frequencies(config)
+        frequency, self.factor = rope_frequencies(config)
+        self.frequency = torch.cat((-frequency, frequency))                      # gives sin rotate_half's sign, see `rotate`; cos does not see it
 
     def __call__(self, positions, dtype):
-        """positions (B, N) -> cos, sin (B, N, 1, D); sin carries rotate_half's sign, see `rotate`."""
+        """positions (B, N) -> cos, sin (B, N, 1, D)"""
         if self.frequency.device != positions.device:
             self.frequency = self.frequency.to(positions.device)
-        angle = positions[..., None].float() * self.frequency
-        cos, sin = angle.cos() * self.factor, angle.sin() * self.factor
-        return (torch.cat((cos, cos), -1)[:, :, None].to(dtype), torch.cat((-sin, sin), -1)[:, :, None].to(dtype))
+        angle = positions[:, :, None, None] * self.frequency
+        return [(x if self.factor == 1 else x * self.factor).to(dtype) for x in (angle.cos(), angle.sin())]
 
 
 def rotate(x, cos, sin):

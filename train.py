@@ -258,6 +258,7 @@ class Run:
 
     def __init__(self, args):
         self.out, self.resume, self.checkpoint_seconds = Path(args.out), args.resume, args.checkpoint_seconds
+        self.kept = {}                                                           # what the target makes of the responses, for each set of taps: see `train_drafter`
         self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self.device = args.device
         cuda = self.device.type == "cuda"
@@ -723,9 +724,10 @@ def train_drafter(run, args, target, tokenizer, ids, trainable, upstream):
             made = target(rows.to(run.device), taps=drafter.config.target_layer_ids)
         return [x.to(torch.bfloat16 if run.bfloat16 else x.dtype) for x in made if x is not None]
 
-    kept = None                                                                  # of all responses, where that fits: they are read many times
-    if 4 * ids.numel() * (len(drafter.config.target_layer_ids) + 1) * target.config.hidden_size <= KEEP:
-        kept = [torch.cat(parts) for parts in zip(*map(read, tqdm(ids.split(args.draft_batch), "features", disable=not run.main)))]
+    taps = args.responses_from, *drafter.config.target_layer_ids
+    if taps not in run.kept and 4 * ids.numel() * len(taps) * target.config.hidden_size <= KEEP:
+        run.kept[taps] = [torch.cat(parts) for parts in zip(*map(read, tqdm(ids.split(args.draft_batch), "features", disable=not run.main)))]
+    kept = run.kept.get(taps)                                                    # of all responses, where that fits: they are read many times
 
     def batch_loss(step):
         places, epochs = epoch_places(step, args.draft_batch, R)
@@ -782,6 +784,10 @@ def measure_claims(run, args, target, tokenizer, responses, corpus):
         here.out.mkdir(parents=True, exist_ok=True)
         if run.main:
             print(f"claims: {name}, seed {seed}", flush=True)
+            first = run.out / "claims" / f"{folder} 0" / "plan.json"
+            if seed and first.exists():                                          # as many steps with every seed, however fast the machine is just then
+                write_json(here.out / "plan.json", read_json(first))
+        run.wait()
         drafter, _ = train_drafter(here, mine, target, tokenizer, *(corpus if mine.responses_from == "corpus" else (ids, trainable)), {**settings, "seed": seed})
         if run.main and not (here.out / "result.json").exists():
             with run.bar(sum(map(len, prompts.values())), "benchmark", "prompt") as bar:
