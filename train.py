@@ -711,7 +711,7 @@ def train_drafter(run, args, target, tokenizer, ids, trainable, upstream):
     if finished(run, stage, settings):
         return kind.from_pretrained(run.out / stage, target), settings
     drafter = kind.for_target(target, num_layers=args.draft_layers, block_size=args.block_size, mask_token_id=mask_token(args, target.config.vocab_size, tokenizer),
-                              **({"target_layer_ids": default_taps(target.config.num_hidden_layers, args.taps), "injection": args.injection} if is_dflash else {}))
+                              target_layer_ids=default_taps(target.config.num_hidden_layers, args.taps), injection=args.injection)    # the baselines take what they need
     drafter.init_weights(target, generator(args.seed, 3))
     drafter.to(run.device)
     target.requires_grad_(False)
@@ -725,7 +725,7 @@ def train_drafter(run, args, target, tokenizer, ids, trainable, upstream):
         return [x.to(torch.bfloat16 if run.bfloat16 else x.dtype) for x in made if x is not None]
 
     taps = args.responses_from, *drafter.config.target_layer_ids
-    if taps not in run.kept and 4 * ids.numel() * len(taps) * target.config.hidden_size <= KEEP:
+    if taps not in run.kept and (2 if run.bfloat16 else 4) * ids.numel() * len(taps) * target.config.hidden_size <= KEEP:
         run.kept[taps] = [torch.cat(parts) for parts in zip(*map(read, tqdm(ids.split(args.draft_batch), "features", disable=not run.main)))]
     kept = run.kept.get(taps)                                                    # of all responses, where that fits: they are read many times
 
@@ -836,8 +836,8 @@ def show_claims(found):
 # cpu: about 15 minutes on 2 cores. gpu: about 100 M parameters on one 24 GB card (the README has the arithmetic).
 PRESETS = {
     "cpu": dict(vocab_size=448, layers=8, hidden_size=256, intermediate_size=768, heads=4, kv_heads=2, sequence_length=256, batch=16,
-                target_minutes=4.0, responses=1536, response_minutes=1.2, response_batch=128, response_tokens=192, prompt_tokens=64,
-                draft_layers=3, block_size=10, anchors=16, draft_batch=16, drafter_minutes=5.9,
+                target_minutes=4.0, responses=3072, response_minutes=1.7, response_batch=512, response_tokens=192, prompt_tokens=64,
+                draft_layers=3, block_size=10, anchors=16, draft_batch=16, drafter_minutes=5.7,
                 temperatures=[0.0, 0.7, 0.0, 1.0], target_lr=[0.02, 1.2e-2], drafter_lr=[0.03, 4e-3], labels="soft"),
     "gpu": dict(vocab_size=16384, layers=12, hidden_size=768, intermediate_size=2304, heads=12, kv_heads=4, sequence_length=1024, batch=16,
                 target_minutes=15.0, responses=32768, response_minutes=5.0, response_batch=256, response_tokens=448, prompt_tokens=64,
@@ -921,9 +921,7 @@ def learning_rate(text):
     return None if text == "none" else float(text)
 
 
-def main(argv=None):
-    args = parse(argv)
-    run = Run(args)
+def stages(run, args):
     if args.target:
         target, tokenizer, prompts, settings, heldout = pretrained_target(run, args)
         mask_token(args, target.config.vocab_size, tokenizer)                    # refused now, not after hours
@@ -949,6 +947,12 @@ def main(argv=None):
             run_benchmark(run.out, target, {"dflash": drafter}, tokenizer, run.out / "heldout.jsonl", prompts=args.prompts,
                           prompt_tokens=args.prompt_tokens, max_new_tokens=min(192, args.response_tokens))
         finish(run, "benchmark", settings)
+
+
+def main(argv=None):
+    args = parse(argv)
+    run = Run(args)
+    stages(run, args)
     if run.world > 1:
         dist.destroy_process_group()
 
