@@ -27,6 +27,7 @@ import torch
 from tqdm import tqdm
 
 from drafter import DRAFTERS, load_drafter
+from kernels import allow_recompiling, has_compiler
 from model import DTYPES, KVCache, Tokenizer, Transformer, UserError, write_json
 
 PREFILL = 512      # tokens of a prompt that are read at once: on the CPU the mask, PREFILL x context, would otherwise outgrow the cache
@@ -128,17 +129,25 @@ class Stopwatch:
 
 
 class Captured:
-    """A function of tensors on CUDA. For each combination of shapes the first two calls run as they are (kernels compile, memory is reserved), the third is
-    captured as a CUDA graph, and from there on the host launches that one graph instead of hundreds of kernels."""
+    """A function of tensors. For each combination of shapes the first two calls run as they are (on CUDA kernels compile, memory is reserved). From the third on
+    it is one thing to the host instead of hundreds of operators: on CUDA a captured graph, elsewhere compiled code."""
 
-    def __init__(self, function):
-        self.function, self.calls, self.graphs = function, Counter(), {}
+    seen = Counter()                                                             # compiled code, unlike a graph, serves later calls of `cycles` too
+
+    def __init__(self, function, device):
+        self.function, self.graphs, self.cuda = function, {}, device.type == "cuda"
+        self.calls = Counter() if self.cuda else Captured.seen
+        if not self.cuda:
+            allow_recompiling()
+            self.compiled = torch.compile(function, dynamic=False, options={"cpp_wrapper": True})
 
     def __call__(self, *args):
-        shapes = tuple(arg.shape for arg in args)
+        shapes = (self.function.__name__, *(arg.shape for arg in args))
         self.calls[shapes] += 1
         if self.calls[shapes] <= 2:
             return self.function(*args)
+        if not self.cuda:
+            return self.compiled(*args)
         if shapes not in self.graphs:
             inputs, graph = [arg.clone() for arg in args], torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
@@ -240,12 +249,12 @@ class Cycle(NamedTuple):
 
 def fixed_shapes(device):
     """On CUDA every cycle has the same shapes and asks nothing of the host, which looks at the results every CHECK_EVERY cycles. Elsewhere host and device
-    are one, and each pass is cut to what it needs."""
+    are one, and each pass is cut to what it needs (but for compiled code: see `Captured`)."""
     return device.type == "cuda"
 
 
 @torch.inference_mode()
-def cycles(target, drafter, prompts, max_new_tokens, *, block_size=None, temperature=0.0, top_k=None, top_p=None, stop_ids=(), seed=None, graphs=True, watch=None):
+def cycles(target, drafter, prompts, max_new_tokens, *, block_size=None, temperature=0.0, top_k=None, top_p=None, stop_ids=(), seed=None, graphs=None, watch=None):
     """The decoding loop. Yields a Cycle for the prefill (no drafts, the first token as bonus), then one for each cycle.
 
     Each row advances at its own pace: row b has length[b] tokens in the cache, its anchor is the next. A rejection needs no clean-up: the
@@ -253,19 +262,25 @@ def cycles(target, drafter, prompts, max_new_tokens, *, block_size=None, tempera
     """
     check(target, prompts, max_new_tokens, temperature, top_k, top_p, block_size)
     device, B = target.device, len(prompts)
-    fixed, watch = fixed_shapes(device), watch or Stopwatch(device)
+    if graphs and device.type == "cpu" and not has_compiler():
+        raise UserError("no C++ compiler found, which graphs need on the CPU: install one, or leave them out")
+    blind, watch = fixed_shapes(device), watch or Stopwatch(device)              # blind: the host does not look at every cycle
+    graphs = device.type == "cuda" if graphs is None else graphs
+    fixed = blind or graphs
     block = 1 if drafter is None else drafter.config.block_size if block_size in (None, "auto") else block_size
-    sizes = [1, *(n for n in range(2, block) if not fixed or n & (n - 1) == 0), block]    # on CUDA each has its own graph
+    sizes = [1, *(n for n in range(2, block) if not fixed or n & (n - 1) == 0), block]    # each has its own graph
     pace = Pace(sizes) if block_size == "auto" and block > 1 else None
     taps = drafter.config.target_layer_ids if block > 1 else ()
     lengths = [len(prompt) for prompt in prompts]
     width = max(lengths)
     capacity = width + max_new_tokens + 2 * block                                # a row that has ended may overhang by two blocks
+    capacity += -capacity % 256 if fixed else 0                                  # few shapes
     cache = KVCache(target.config, B, capacity, device, target.dtype)
     drafter_cache = KVCache(drafter.config.layers, B, capacity + 1, device, target.dtype) if block > 1 else None
     stops = torch.tensor(sorted(stop_ids), device=device, dtype=torch.int64)
+    most = torch.full((B,), max_new_tokens, device=device)                       # a tensor: compiled code would hold a number for good
     row, slot = torch.arange(B, device=device), torch.arange(max(block, PREFILL), device=device)
-    u = uniforms(seed, B, max_new_tokens + 2 * block).to(device) if temperature > 0 else None
+    u = uniforms(seed, B, capacity).to(device) if temperature > 0 else None
 
     def uniforms_of(made, n):
         """(B, n, 3): those of each row's next n tokens."""
@@ -307,10 +322,11 @@ def cycles(target, drafter, prompts, max_new_tokens, *, block_size=None, tempera
         stopped = torch.isin(bonus, stops)
         if n > 1:
             stopped |= (torch.isin(drafts, stops) & (slot[:n - 1] < accepted[:, None])).any(1)
-        return accepted, bonus, length + count, made, done | stopped | (made >= max_new_tokens), *context(ids, length, count, features)
+        return accepted, bonus, length + count, made, done | stopped | (made >= most), *context(ids, length, count, features)
 
-    if fixed and graphs:
-        draft, verify = Captured(draft), Captured(verify)
+    first_draft = draft                                                          # it also reads the prompt: shapes that hardly come back
+    if graphs:
+        draft, verify = Captured(draft, device), Captured(verify, device)
 
     # Prefill. Rows of different lengths are padded on the right; causality keeps the padding unseen, the first decoded tokens overwrite it.
     ids = torch.tensor([list(prompt) + [0] * (width - len(prompt)) for prompt in prompts], device=device)
@@ -326,15 +342,15 @@ def cycles(target, drafter, prompts, max_new_tokens, *, block_size=None, tempera
     made, done = torch.ones_like(length), torch.zeros_like(length, dtype=torch.bool)    # (B,) new tokens so far; rows that have ended
     no_drafts, no_q = ids[:, :0], logits[:, None][:, :0]
     yield Cycle(no_drafts, made - 1, anchor, done)
-    done = torch.isin(anchor, stops) | (made >= max_new_tokens)
+    done = torch.isin(anchor, stops) | (made >= most)
 
     n, recent = block, []                                                        # recent: cycles that `pace` has not learned from yet: number, confidence, Cycle
     for cycle in range(max_new_tokens - 1):                                      # each cycle makes at least one token
-        if not fixed or cycle % CHECK_EVERY == 0:
+        if not blind or cycle % CHECK_EVERY == 0:
             if bool(done.all()):
                 break
             if pace:
-                if fixed and (known := [seen for _, seen, _ in recent if seen is not None]):
+                if blind and (known := [seen for _, seen, _ in recent if seen is not None]):
                     n = pace.choose(torch.cat(known).tolist())
                 for i, seen, (read, accepted, _, over) in recent:
                     gains = [a + 1 for a, ended in zip(accepted.tolist(), over.tolist()) if not ended]
@@ -348,9 +364,12 @@ def cycles(target, drafter, prompts, max_new_tokens, *, block_size=None, tempera
             # Only what was kept enters the drafter's context.
             parts = unread[0] if len(unread) == 1 else [torch.cat(part, 1) for part in zip(*unread)]
             size = pace.reach() if pace and not fixed else block
-            drafts, q, confidence = draft(anchor, length, made, *parts, **({} if fixed else {"size": size, "end": longest + size}))
+            if fixed and (more := -parts[0].shape[1] % block):                   # behind some plain cycles: few shapes
+                parts = [torch.cat((x, x[:, :1].expand(-1, more, *x.shape[2:])), 1) for x in parts]
+                parts[1][:, -more:] = -1
+            drafts, q, confidence = (draft if cycle else first_draft)(anchor, length, made, *parts, **({} if fixed else {"size": size, "end": longest + size}))
             unread = []
-            if pace and not fixed:
+            if pace and not blind:
                 n = pace.choose([row for row, ended in zip(confidence.tolist(), done.tolist()) if not ended])
             drafts, q = drafts[:, :n - 1], q[:, :n - 1]
         watch.mark()
@@ -384,13 +403,14 @@ def check(target, prompts, max_new_tokens, temperature, top_k, top_p, block_size
             raise UserError(f"{name} = {value} is out of range")
 
 
-def speculative(target, drafter, prompts, max_new_tokens, *, block_size=None, temperature=0.0, top_k=None, top_p=None, stop_ids=(), seed=None, graphs=True):
+def speculative(target, drafter, prompts, max_new_tokens, *, block_size=None, temperature=0.0, top_k=None, top_p=None, stop_ids=(), seed=None, graphs=None):
     """Decodes prompts (one list of token ids a row, of any lengths) with drafter and target. The output is the target's own: token for
     token at temperature 0 (in float32; lower precision may break a tie otherwise), in distribution above.
 
     block_size: tokens that the target reads a cycle; None: the drafter's; "auto": chosen anew each cycle, see `Pace`. (What it chooses depends on measured times, so
     above temperature 0 the same seed may then give another text, of the same distribution.)
-    seed: an int (row i draws from the stream of (seed, i)), one int a row, or None. graphs=False: no CUDA graphs, for debugging.
+    seed: an int (row i draws from the stream of (seed, i)), one int a row, or None.
+    graphs: passes of fixed shapes as one piece: on CUDA (the default there; False for debugging) CUDA graphs, on the CPU compiled code, which pays in long work only.
     Returns a Generation; UserError for bad input.
     """
     watch, stop_ids = Stopwatch(target.device), set(stop_ids)
@@ -437,9 +457,9 @@ def benchmark(target, methods, prompts, max_new_tokens, temperatures=(0.0, 1.0),
     """
     results, histograms = [], {}
     methods = {"autoregressive": (None, None), **methods}
-    for drafter, size in methods.values():                                       # warm-up: compilation, allocation, threads
-        speculative(target, drafter, [next(iter(prompts.values()))[0]], min(24, max_new_tokens), block_size=size, **how)
     for temperature in temperatures:
+        for (drafter, size), rows in itertools.product(methods.values(), prompts.values()):    # warm-up: compilation, allocation, threads
+            speculative(target, drafter, rows[:1], max_new_tokens, block_size=size, temperature=temperature, seed=[seed], **how)
         runs = {(domain, method): [] for domain in prompts for method in methods}   # (ms a token, Generation) for each prompt
         for domain, rows in prompts.items():
             for i, prompt in enumerate(rows):
@@ -658,7 +678,7 @@ def parser():
     p.add_argument("--prompts", type=int, default=8, metavar="N", help="--bench: prompts a domain")
     p.add_argument("--prompt-tokens", type=int, default=64, metavar="N", help="--bench: tokens a prompt")
     p.add_argument("--device", help="cpu, cuda, ... (default: cuda where there is one)")
-    p.add_argument("--graphs", action=argparse.BooleanOptionalAction, default=True, help="CUDA graphs for the fixed-shape passes")
+    p.add_argument("--graphs", action=argparse.BooleanOptionalAction, help="passes of fixed shapes as one piece: CUDA graphs (the default on CUDA), or on the CPU compiled code (a minute's wait the first time)")
     p.add_argument("--dtype", choices=DTYPES, help="default: the files' own")
     return p
 

@@ -68,10 +68,24 @@ def dense(mask_mod, B, Q, KV, device, dtype=torch.float32):
     return torch.zeros((), dtype=dtype, device=device).where(visible, float("-inf")).expand(B, 1, Q, KV)
 
 
+def has_compiler():
+    """On the CPU torch.compile needs a C++ compiler."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    try:
+        return bool(get_cpp_compiler())
+    except Exception:
+        return False
+
+
+def allow_recompiling():
+    """What is compiled here meets many masks and shapes, each compiled once: more than the eight after which PyTorch gives up."""
+    torch._dynamo.config.recompile_limit = 64
+
+
 @functools.cache
 def compiled(function):
     """torch.compile on first use: importing the compiler takes as long as importing PyTorch, and on the CPU decoding needs none."""
-    torch._dynamo.config.recompile_limit = 64                                    # one for each mask and kind of shape: more than the eight after which PyTorch gives up
+    allow_recompiling()
     return torch.compile(function)
 
 

@@ -627,7 +627,6 @@ class Wandering(decode.Pace):
 def shapes(request, monkeypatch):
     """Both forms of the loop, the CPU's and CUDA's, run here; only the graphs need CUDA."""
     monkeypatch.setattr(decode, "fixed_shapes", lambda device: request.param == "fixed")
-    monkeypatch.setattr(decode, "Captured", lambda function: function)
 
 
 @pytest.mark.parametrize("kind, block_size", [*itertools.product(("trained", "random"), (1, 2, 5, 16, "auto", "wandering")), ("input", 5), ("input", "wandering")])
@@ -647,6 +646,21 @@ def test_greedy_output_is_the_targets(kind, block_size, shapes, trained, monkeyp
         assert 27 <= sum(lengths) < 27 + most                                                     # the prefill's token belongs to no cycle
     if kind == "trained" and block_size == 5:
         assert 2 < out.tau < 5                                                                    # the test sees long and short cycles
+
+
+def test_compiled_passes_decode_what_eager_ones_do(trained, monkeypatch):
+    """graphs=True on the CPU, with the same random numbers; a call with another length takes the code of the first."""
+    target, drafter = trained
+    graphs_of = torch._dynamo.utils.counters["stats"]
+    before = graphs_of["unique_graphs"]
+    for most in (40, 30):
+        how = {"temperature": 0.8, "top_p": 0.9, "seed": 3, "block_size": 5, "stop_ids": {9}}
+        out, eager = (speculative(target, drafter, PROMPTS, most, graphs=graphs, **how) for graphs in (True, False))
+        assert out.tokens == eager.tokens and out.acceptance_lengths == eager.acceptance_lengths
+        assert graphs_of["unique_graphs"] == before + 2, "a draft and a verification, compiled once"
+    monkeypatch.setattr(decode, "has_compiler", lambda: False)
+    with pytest.raises(UserError, match="compiler"):
+        speculative(target, drafter, PROMPTS, 4, graphs=True)
 
 
 def test_prompts_are_read_in_pieces(trained, monkeypatch):

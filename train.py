@@ -38,6 +38,7 @@ from tqdm import tqdm
 
 from decode import autoregressive, benchmark, cycle_ms, encode_prompt, find_device, read_lines, read_prompts, run_benchmark, run_command, stop_tokens
 from drafter import DRAFTERS, default_taps, sample_anchors
+from kernels import allow_recompiling, has_compiler
 from model import CODE_PATTERN, MLP, Layer, ModelConfig, RMSNorm, Tokenizer, Transformer, UserError, read_json, write_json, write_whole
 
 MASK_TOKEN = "<|mask|>"
@@ -273,6 +274,8 @@ class Run:
         self.bfloat16 = not args.float32 and (cuda or has_bfloat16())
         # A training step in plain eager PyTorch takes twice as long on either; compiling needs a C++ compiler on the CPU.
         self.compile = args.compile and (cuda or has_compiler())
+        if args.compile and not self.compile:
+            print("no C++ compiler found: training runs uncompiled and takes about twice as long", file=sys.stderr)
 
     @property
     def main(self):
@@ -324,15 +327,6 @@ class Run:
 def has_bfloat16():
     """Does this CPU multiply bfloat16 natively? Elsewhere emulation makes it slower than float32."""
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-
-
-def has_compiler():
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    try:
-        return bool(get_cpp_compiler())
-    except Exception:
-        print("no C++ compiler found: training runs uncompiled and takes about twice as long", file=sys.stderr)
-        return False
 
 
 def finished(run, stage, settings):
@@ -427,7 +421,7 @@ def train(run, stage, module, batch_loss, settings, *, steps, minutes, lr, token
     parameters = list(module.parameters())
     module.train()
     if run.compile:                                                              # the layers share one compiled function, where the whole model takes a minute
-        torch._dynamo.config.recompile_limit = 64                                # once for each kind of shape that meets them
+        allow_recompiling()
         parts = (RMSNorm, MLP) if stage == "eagle3" else Layer                   # EAGLE-3 calls its layer's parts, many times a step
         for part in filter(lambda m: isinstance(m, parts), module.modules()):
             part.compile()
