@@ -247,7 +247,7 @@ class Cycle(NamedTuple):
     done: torch.Tensor          # (B,) rows that had ended before: theirs does not count
 
 
-def fixed_shapes(device):
+def looks_seldom(device):
     """On CUDA every cycle has the same shapes and asks nothing of the host, which looks at the results every CHECK_EVERY cycles. Elsewhere host and device
     are one, and each pass is cut to what it needs (but for compiled code: see `Captured`)."""
     return device.type == "cuda"
@@ -264,9 +264,9 @@ def cycles(target, drafter, prompts, max_new_tokens, *, block_size=None, tempera
     device, B = target.device, len(prompts)
     if graphs and device.type == "cpu" and not has_compiler():
         raise UserError("no C++ compiler found, which graphs need on the CPU: install one, or leave them out")
-    blind, watch = fixed_shapes(device), watch or Stopwatch(device)              # blind: the host does not look at every cycle
+    seldom, watch = looks_seldom(device), watch or Stopwatch(device)
     graphs = device.type == "cuda" if graphs is None else graphs
-    fixed = blind or graphs
+    fixed = seldom or graphs
     block = 1 if drafter is None else drafter.config.block_size if block_size in (None, "auto") else block_size
     sizes = [1, *(n for n in range(2, block) if not fixed or n & (n - 1) == 0), block]    # each has its own graph
     pace = Pace(sizes) if block_size == "auto" and block > 1 else None
@@ -280,7 +280,7 @@ def cycles(target, drafter, prompts, max_new_tokens, *, block_size=None, tempera
     stops = torch.tensor(sorted(stop_ids), device=device, dtype=torch.int64)
     most = torch.full((B,), max_new_tokens, device=device)                       # a tensor: compiled code would hold a number for good
     row, slot = torch.arange(B, device=device), torch.arange(max(block, PREFILL), device=device)
-    u = uniforms(seed, B, capacity).to(device) if temperature > 0 else None
+    u = uniforms(seed, B, capacity).to(device) if temperature > 0 else None    # more than it takes: few shapes
 
     def uniforms_of(made, n):
         """(B, n, 3): those of each row's next n tokens."""
@@ -346,11 +346,11 @@ def cycles(target, drafter, prompts, max_new_tokens, *, block_size=None, tempera
 
     n, recent = block, []                                                        # recent: cycles that `pace` has not learned from yet: number, confidence, Cycle
     for cycle in range(max_new_tokens - 1):                                      # each cycle makes at least one token
-        if not blind or cycle % CHECK_EVERY == 0:
+        if not seldom or cycle % CHECK_EVERY == 0:
             if bool(done.all()):
                 break
             if pace:
-                if blind and (known := [seen for _, seen, _ in recent if seen is not None]):
+                if seldom and (known := [seen for _, seen, _ in recent if seen is not None]):
                     n = pace.choose(torch.cat(known).tolist())
                 for i, seen, (read, accepted, _, over) in recent:
                     gains = [a + 1 for a, ended in zip(accepted.tolist(), over.tolist()) if not ended]
@@ -369,7 +369,7 @@ def cycles(target, drafter, prompts, max_new_tokens, *, block_size=None, tempera
                 parts[1][:, -more:] = -1
             drafts, q, confidence = (draft if cycle else first_draft)(anchor, length, made, *parts, **({} if fixed else {"size": size, "end": longest + size}))
             unread = []
-            if pace and not blind:
+            if pace and not seldom:
                 n = pace.choose([row for row, ended in zip(confidence.tolist(), done.tolist()) if not ended])
             drafts, q = drafts[:, :n - 1], q[:, :n - 1]
         watch.mark()
@@ -458,8 +458,8 @@ def benchmark(target, methods, prompts, max_new_tokens, temperatures=(0.0, 1.0),
     results, histograms = [], {}
     methods = {"autoregressive": (None, None), **methods}
     for temperature in temperatures:
-        for (drafter, size), rows in itertools.product(methods.values(), prompts.values()):    # warm-up: compilation, allocation, threads
-            speculative(target, drafter, rows[:1], max_new_tokens, block_size=size, temperature=temperature, seed=[seed], **how)
+        for drafter, size in methods.values():                                   # warm-up: compilation, allocation, threads
+            speculative(target, drafter, next(iter(prompts.values()))[:1], max_new_tokens, block_size=size, temperature=temperature, seed=[seed], **how)
         runs = {(domain, method): [] for domain in prompts for method in methods}   # (ms a token, Generation) for each prompt
         for domain, rows in prompts.items():
             for i, prompt in enumerate(rows):
@@ -626,7 +626,7 @@ def on_host(log, device):
     group = []
     for cycle in log:
         group.append(cycle)
-        if len(group) == (CHECK_EVERY if fixed_shapes(device) else 1):
+        if len(group) == (CHECK_EVERY if looks_seldom(device) else 1):
             yield from [Cycle(*(x.tolist() for x in cycle)) for cycle in group]
             group = []
     yield from [Cycle(*(x.tolist() for x in cycle)) for cycle in group]

@@ -626,7 +626,7 @@ class Wandering(decode.Pace):
 @pytest.fixture(params=("cut", "fixed"))
 def shapes(request, monkeypatch):
     """Both forms of the loop, the CPU's and CUDA's, run here; only the graphs need CUDA."""
-    monkeypatch.setattr(decode, "fixed_shapes", lambda device: request.param == "fixed")
+    monkeypatch.setattr(decode, "looks_seldom", lambda device: request.param == "fixed")
 
 
 @pytest.mark.parametrize("kind, block_size", [*itertools.product(("trained", "random"), (1, 2, 5, 16, "auto", "wandering")), ("input", 5), ("input", "wandering")])
@@ -1156,7 +1156,7 @@ def test_decode_command_line(finished_run, capsys, monkeypatch):
     for flags in ([], ["--plain"], ["--show"], ["--block-size", "2"], ["--no-graphs"]):
         with monkeypatch.context() as patch:
             if flags == ["--no-graphs"]:                                                          # CUDA's form of the loop
-                patch.setattr(decode, "fixed_shapes", lambda device: True)
+                patch.setattr(decode, "looks_seldom", lambda device: True)
             decode.main(["--out", str(out), "--prompt", "the target", "--max-new-tokens", "20", *flags])
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] == texts[3] == texts[4] and len(texts[0]) > 20

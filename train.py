@@ -916,6 +916,7 @@ def learning_rate(text):
 
 
 def stages(run, args):
+    """Everything that the arguments ask for, each stage where its result is not there yet."""
     if args.target:
         target, tokenizer, prompts, settings, heldout = pretrained_target(run, args)
         mask_token(args, target.config.vocab_size, tokenizer)                    # refused now, not after hours
