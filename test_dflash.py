@@ -1,4 +1,4 @@
-"""python -m pytest -q test_dflash.py      (about three minutes on two CPU cores; CUDA and transformers tests skip where there is none)"""
+"""python -m pytest -q test_dflash.py      (one and a half to three minutes on two CPU cores; CUDA and transformers tests skip where there is none)"""
 import collections
 import itertools
 import json
@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,8 @@ from model import CODE_PATTERN, KVCache, ModelConfig, Tokenizer, Transformer, Us
 from train import read_corpus, split, train_bpe
 
 HERE = Path(__file__).parent
-ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}    # for the commands that run beside these tests
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}    # one core for train.py's command lines, which run beside the other tests, one for those
+torch.set_num_threads(1)
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
@@ -56,14 +58,14 @@ def trained():
     long runs, but not always."""
     torch.manual_seed(0)
     target, drafter = make_pair(layers=4, block_size=8)
-    rows = torch.tensor([[(start + step * i) % 50 for i in range(48)] for start in range(50) for step in (1, 2)])
+    rows = torch.tensor([[(start + step * i) % 50 for i in range(32)] for start in range(50) for step in (1, 2)])
     g = torch.Generator().manual_seed(0)
-    for module, steps in ((target, 150), (drafter, 250)):
+    for module, steps in ((target, 100), (drafter, 150)):
         if module is drafter:
             drafter.init_weights(target, g)
-        optimizer = torch.optim.AdamW(module.parameters(), lr=3e-3)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=5e-3, fused=True)
         for step in range(steps):
-            batch = rows[torch.randperm(len(rows), generator=g)[:32]]
+            batch = rows[torch.randperm(len(rows), generator=g)[:16]]
             if module is target:
                 loss = F.cross_entropy(target.logits(target(batch[:, :-1])[0]).flatten(0, 1), batch[:, 1:].flatten())
             else:
@@ -631,7 +633,7 @@ def shapes(request, monkeypatch):
 
 @pytest.mark.parametrize("kind, block_size", [*itertools.product(("trained", "random"), (1, 2, 5, 16, "auto", "wandering")), ("input", 5), ("input", "wandering")])
 def test_greedy_output_is_the_targets(kind, block_size, shapes, trained, monkeypatch):
-    target, drafter = trained if kind == "trained" else make_pair(injection="input" if kind == "input" else "kv")
+    target, drafter = trained if kind == "trained" else make_pair(layers=4, injection="input" if kind == "input" else "kv")
     if block_size == "wandering":
         monkeypatch.setattr(decode, "Pace", Wandering)
     size, most = ("auto", 8) if type(block_size) is str else (block_size, block_size)
@@ -797,7 +799,7 @@ SAMPLING = {"plain": dict(temperature=1.0), "cold": dict(temperature=0.6), "top-
 
 @pytest.fixture(scope="module")
 def small_vocabulary():
-    target, drafter = make_pair(vocab=6, mask=5, layers=4, block_size=4)
+    target, drafter = make_pair(vocab=6, mask=5, layers=4, block_size=4, hidden_size=16, intermediate_size=24, num_attention_heads=2, num_key_value_heads=1, head_dim=8)
     with torch.no_grad():                                                                         # a drafter that is often, not always, right
         drafter.norm.weight.mul_(0.5)
     return target, drafter
@@ -915,7 +917,7 @@ def make_baseline(kind, target, block_size=5, seed=7):
 @pytest.mark.parametrize("block_size", (1, 2, 5, "auto", "wandering"))
 @pytest.mark.parametrize("kind", BASELINES)
 def test_greedy_output_with_a_baseline_is_the_targets(kind, block_size, shapes, monkeypatch):
-    target, _ = make_pair(vocab=5, mask=4)                                                        # so few tokens that random drafts are often kept
+    target, _ = make_pair(vocab=5, mask=4, layers=4)                                              # so few tokens that random drafts are often kept
     drafter = make_baseline(kind, target, seed=12)
     prompts = [[3], [1, 2, 3, 4, 0, 1, 2, 3, 4], [0, 2, 4, 1], [4, 3, 3]]
     if block_size == "wandering":
@@ -1120,11 +1122,68 @@ def run_train(*flags, launcher=(sys.executable,), check=True):
     return done
 
 
-@pytest.fixture(scope="module")
-def finished_run(data, tmp_path_factory):
-    out = tmp_path_factory.mktemp("run") / "out"
-    done = run_train("--data", data, "--out", out, *TINY)
-    return out, done.stdout
+BESIDE = {}
+
+
+def beside(function):
+    """A fixture: the folder that train.py's command lines in `function` leave. They take most of a minute: `second_core` has begun long before a test asks."""
+    BESIDE[function.__name__] = function
+
+    @pytest.fixture(scope="module", name=function.__name__)
+    def finished(second_core):
+        return second_core[function.__name__].result()
+    return finished
+
+
+@pytest.fixture(scope="module", autouse=True)
+def second_core(request, data, tmp_path_factory):
+    asked = {name for item in request.session.items for name in item.fixturenames}
+    executor = ThreadPoolExecutor(1)
+    yield {name: executor.submit(function, data, tmp_path_factory.mktemp(name) / "out") for name, function in BESIDE.items() if name in asked}
+    executor.shutdown(cancel_futures=True)
+
+
+@beside
+def finished_run(data, out):
+    run_train("--data", data, "--out", out, *TINY)
+    return out
+
+
+@beside
+def killed_run(data, out):
+    """Killed twice, inside the target's and the drafter's training, then finished."""
+    flags = ["--data", data, "--out", out, *TINY]
+    for stage in ("target", "drafter"):
+        process = subprocess.Popen([sys.executable, HERE / "train.py", *flags, "--resume"], stderr=subprocess.PIPE, stdout=subprocess.PIPE, cwd=HERE, env=ONE_THREAD)
+        checkpoint = out / f"{stage}.checkpoint.safetensors"
+        while not checkpoint.exists():
+            assert process.poll() is None, process.stderr.read()
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        assert not (out / stage / "model.safetensors").exists()
+    done = run_train(*flags, check=False)
+    assert done.returncode == 2 and "--resume" in done.stderr                                     # it says how to go on
+    run_train(*flags, "--resume")
+    return out
+
+
+@beside
+def two_processes(data, out):
+    flags = [*TINY, "--target-steps", "6", "--drafter-steps", "6", "--float32", "--target-lr", "none", "1e-3", "--drafter-lr", "none", "1e-3"]   # Muon rounds to bfloat16
+    run_train("--data", data, "--out", out / "one", *flags)
+    run_train("--data", data, "--out", out / "two", *flags, launcher=(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"))
+    return out
+
+
+@beside
+def gpu_preset(data, out):
+    """The gpu preset, shrunk by its own flags: its code, the compiled training step and the wall-clock plan included, on whatever device there is."""
+    shrink = ["--vocab-size", "300", "--layers", "2", "--hidden-size", "48", "--intermediate-size", "64", "--heads", "3", "--kv-heads", "1", "--sequence-length", "64",
+              "--batch", "4", "--responses", "16", "--response-batch", "8", "--response-tokens", "24", "--prompt-tokens", "8", "--anchors", "4", "--draft-layers", "1", "--draft-batch", "4",
+              "--block-size", "4", "--target-minutes", "0.02", "--response-minutes", "0.02", "--drafter-minutes", "0.02", "--prompts", "1"]
+    run_train("--preset", "gpu", "--data", data, "--out", out, *shrink, *([] if torch.cuda.is_available() else ["--device", "cpu"]))
+    return out
 
 
 def weights(out, stage):
@@ -1132,7 +1191,7 @@ def weights(out, stage):
 
 
 def test_the_whole_path(finished_run, data, capsys):
-    out, printed = finished_run
+    out = finished_run
     assert {"target", "drafter", "log.jsonl", "report.json", "heldout.jsonl"} <= {path.name for path in out.iterdir()}
     assert not list(out.rglob("*.tmp")) and not list(out.rglob("*.checkpoint.*"))
     report = json.loads((out / "report.json").read_text())
@@ -1144,14 +1203,14 @@ def test_the_whole_path(finished_run, data, capsys):
     losses = {stage: [entry["loss"] for entry in log if entry["stage"] == stage] for stage in ("target", "drafter")}
     assert losses["target"][-1] < losses["target"][0] - 0.5 and losses["drafter"][-1] < losses["drafter"][0] - 0.05
     stamp = (out / "target" / "model.safetensors").stat().st_mtime_ns                             # a second call finds everything done
-    done = run_train("--data", data, "--out", out, *TINY)
-    assert done.stdout.count("skipped") == 5 and (out / "target" / "model.safetensors").stat().st_mtime_ns == stamp
+    train.main(["--data", str(data), "--out", str(out), *TINY])
+    assert capsys.readouterr().out.count("skipped") == 5 and (out / "target" / "model.safetensors").stat().st_mtime_ns == stamp
     done = run_train("--data", data, "--out", out, *TINY, "--layers", "5", check=False)
     assert done.returncode == 2 and "layers = 4, not 5" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_decode_command_line(finished_run, capsys, monkeypatch):
-    out, _ = finished_run
+    out = finished_run
     texts = []
     for flags in ([], ["--plain"], ["--show"], ["--block-size", "2"], ["--no-graphs"]):
         with monkeypatch.context() as patch:
@@ -1179,7 +1238,7 @@ def test_decode_command_line(finished_run, capsys, monkeypatch):
 
 def test_the_baselines_on_the_command_lines(finished_run, data, tmp_path, capsys):
     out = tmp_path / "out"
-    shutil.copytree(finished_run[0], out)
+    shutil.copytree(finished_run, out)
     for kind in BASELINES:
         train.main(["--data", str(data), "--out", str(out), *TINY, "--drafter", kind])
         losses = [e["loss"] for e in map(json.loads, (out / "log.jsonl").read_text().splitlines()) if e["stage"] == kind]
@@ -1197,33 +1256,16 @@ def test_the_baselines_on_the_command_lines(finished_run, data, tmp_path, capsys
     assert texts[0] == texts[1] == texts[2]
 
 
-def test_a_killed_run_resumes_to_the_same_weights(finished_run, data, tmp_path):
-    """Killed twice, inside the target's and the drafter's training."""
-    reference, _ = finished_run
-    out = tmp_path / "out"
-    flags = ["--data", str(data), "--out", str(out), *TINY]
+def test_a_killed_run_resumes_to_the_same_weights(finished_run, killed_run):
     for stage in ("target", "drafter"):
-        process = subprocess.Popen([sys.executable, str(HERE / "train.py"), *flags, "--resume"], stderr=subprocess.PIPE, stdout=subprocess.PIPE, cwd=HERE,
-                                   env=ONE_THREAD)
-        checkpoint = out / f"{stage}.checkpoint.safetensors"
-        while not checkpoint.exists():
-            assert process.poll() is None, process.stderr.read()
-            time.sleep(0.01)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-        assert not (out / stage / "model.safetensors").exists()
-    done = run_train(*flags, check=False)
-    assert done.returncode == 2 and "--resume" in done.stderr                                     # it says how to go on
-    run_train(*flags, "--resume")
-    for stage in ("target", "drafter"):
-        a, b = weights(reference, stage), weights(out, stage)
+        a, b = weights(finished_run, stage), weights(killed_run, stage)
         assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a), stage
-    steps = [(e["stage"], e["step"]) for e in map(json.loads, (out / "log.jsonl").read_text().splitlines())]
+    steps = [(e["stage"], e["step"]) for e in map(json.loads, (killed_run / "log.jsonl").read_text().splitlines())]
     assert len(steps) == len(set(steps))
 
 
 def test_the_claims_are_measured_and_go_on_where_they_stopped(finished_run, data, tmp_path, monkeypatch, capsys):
-    out, _ = finished_run
+    out = finished_run
     for name in ("target", "responses"):
         shutil.copytree(out / name, tmp_path / name)
     for file in [*out.glob("[trp]*.settings.json"), out / "heldout.jsonl"]:
@@ -1246,39 +1288,15 @@ def test_the_claims_are_measured_and_go_on_where_they_stopped(finished_run, data
     assert found.keys() == few.keys() and all(len(results) == 3 and results[0]["tau"] >= 1 and results[0]["identical"] == 1 for results in found.values())
 
 
-def test_two_processes_train_the_same_weights(data, tmp_path):
-    flags = [*TINY, "--target-steps", "6", "--drafter-steps", "6", "--float32", "--target-lr", "none", "1e-3", "--drafter-lr", "none", "1e-3"]   # Muon rounds to bfloat16
-    run_train("--data", data, "--out", tmp_path, *flags)
-    run_train("--data", data, "--out", tmp_path / "two", *flags, launcher=(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"))
+def test_two_processes_train_the_same_weights(two_processes):
     for stage in ("target", "drafter"):
-        a, b = weights(tmp_path, stage), weights(tmp_path / "two", stage)
+        a, b = weights(two_processes / "one", stage), weights(two_processes / "two", stage)
         for name in a:                                                                            # AdamW magnifies a gradient near zero: so by norm
             assert (a[name] - b[name]).norm() < 1e-3 * a[name].norm(), name
 
 
-@pytest.fixture(scope="module", autouse=True)
-def gpu_preset(request, data, tmp_path_factory):
-    """The gpu preset, shrunk by its own flags. It compiles for half a minute: so it starts first and runs beside the other tests."""
-    if not any(item.name == "test_the_gpu_preset_shrunk" for item in request.session.items):
-        yield
-        return
-    out = tmp_path_factory.mktemp("gpu")
-    shrink = ["--vocab-size", "300", "--layers", "2", "--hidden-size", "48", "--intermediate-size", "64", "--heads", "3", "--kv-heads", "1", "--sequence-length", "64",
-              "--batch", "4", "--responses", "16", "--response-batch", "8", "--response-tokens", "24", "--prompt-tokens", "8", "--anchors", "4", "--draft-layers", "1", "--draft-batch", "4",
-              "--block-size", "4", "--target-minutes", "0.02", "--response-minutes", "0.02", "--drafter-minutes", "0.02", "--prompts", "1"]
-    with open(out / "stderr", "w") as errors:
-        process = subprocess.Popen([sys.executable, str(HERE / "train.py"), "--preset", "gpu", "--data", str(data), "--out", str(out), *shrink,
-                                    *([] if torch.cuda.is_available() else ["--device", "cpu"])], stdout=subprocess.DEVNULL, stderr=errors, cwd=HERE, env=ONE_THREAD)
-    yield process, out
-    process.kill()
-    process.wait()
-
-
 def test_the_gpu_preset_shrunk(gpu_preset):
-    """Its code, on whatever device there is: the compiled training step and the wall-clock plan included."""
-    process, out = gpu_preset
-    assert process.wait() == 0, (out / "stderr").read_text()
-    plan = json.loads((out / "plan.json").read_text())
+    plan = json.loads((gpu_preset / "plan.json").read_text())
     assert plan["target"] >= 20 and plan["drafter"] >= 20 and plan["response_parts"] >= 1
 
 
@@ -1323,9 +1341,9 @@ def test_a_drafter_for_a_pretrained_target(pretrained, data, tmp_path, capsys):
     lines = [{"messages": [{"role": "user", "content": f"Say {i}."}]} for i in range(60)] + [{"prompt": f"One, two, {i}"} for i in range(60)]
     chats.write_text("".join(json.dumps(line) + "\n" for line in lines + lines[:30]))
     out = tmp_path / "out"
-    flags = ["--target", pretrained, "--out", out, "--sequence-length", "64", "--response-tokens", "24", "--prompt-tokens", "16", "--response-batch", "32", "--anchors", "8",
+    flags = ["--target", str(pretrained), "--out", str(out), "--sequence-length", "64", "--response-tokens", "24", "--prompt-tokens", "16", "--response-batch", "32", "--anchors", "8",
              "--draft-layers", "1", "--block-size", "4", "--draft-batch", "16", "--epochs", "2", "--prompts", "2", "--device", "cpu", "--no-compile"]
-    run_train(*flags, "--data", chats, data)
+    train.main([*flags, "--data", str(chats), str(data)])
     drafter = json.loads((out / "drafter" / "config.json").read_text())
     vocab = json.loads((pretrained / "config.json").read_text())["vocab_size"]
     assert drafter["dflash_config"]["mask_token_id"] == vocab - 9 and not (out / "target").exists()  # the first padded row
@@ -1338,11 +1356,9 @@ def test_a_drafter_for_a_pretrained_target(pretrained, data, tmp_path, capsys):
     decode.main([*how, "--bench", "--data", str(chats), "--prompts", "2"])
     decode.main([*how, "--bench", "--data", str(data / "a.txt"), "--prompts", "2", "--prompt-tokens", "10"])
     assert "100%" in capsys.readouterr().out
-    done = run_train(*flags, "--data", chats, data, "--mask-token", "<|nope|>", "--out", tmp_path / "other", check=False)
-    assert done.returncode == 2 and "<|nope|>" in done.stderr and "Traceback" not in done.stderr
+    fails(lambda: train.main([*flags, "--data", str(chats), str(data), "--mask-token", "<|nope|>", "--out", str(tmp_path / "other")]), "<|nope|>")
     chats.write_text('{"messages": []')
-    done = run_train(*flags, "--data", chats, "--out", tmp_path / "other", check=False)
-    assert done.returncode == 2 and "line 1" in done.stderr and "Traceback" not in done.stderr
+    fails(lambda: train.main([*flags, "--data", str(chats), "--out", str(tmp_path / "other")]), "line 1")
 
 
 def test_the_mask_token_is_one_that_no_text_uses():
