@@ -165,7 +165,8 @@ class Pace:
 
     Every choice has an expected number of tokens and a cost. The costs are the milliseconds seen in this call. Reading n tokens gives 1 + the sum over
     k < n of the probability that drafts 1..k are all kept; the drafter's confidence in each slot stands for its part of that, raised to a power
-    that is adjusted until it predicts what was kept so far. Where drafts don't pay, plain cycles go on for a while, and then one draft looks again.
+    that is adjusted until it predicts what was kept so far. Where drafts don't pay, plain cycles follow, the more the more a draft loses and the more of them
+    in a row have lost, until one draft looks again: so looking costs a fifth of their time at first, when the text may only have paused, and in the end a sixtieth.
 
     The output stays exact. All that a choice depends on is decided text, times, and q, the drafter's distributions, which are functions of decided text; never the tokens
     that were drawn from q and are about to be judged. (A rule that read less of the block where a draft looks unlikely would favour likely ones. And where a drafter
@@ -177,8 +178,8 @@ class Pace:
         self.draft_ms, self.verify_ms = deque(maxlen=8), {}                      # recent ones; their median counts
         self.cost = dict.fromkeys(sizes, 0.0)                                    # milliseconds to read n tokens: measured, or between measured neighbours
         self.power, self.tokens, self.ms = 0.45, 0.0, 0.0                        # measured at both temperatures; of a cycle with a draft, moving averages
-        self.drafting, self.drafted, self.wait, self.pause = True, 0, 0, 2
-        self.chosen = deque([sizes[-1]], maxlen=4)
+        self.drafting, self.drafted, self.wait, self.patience = True, 0, 0.0, 5.0   # wait: for so many plain cycles; patience: for each that drafts have lost
+        self.chosen = 3                                                          # how many were read last; where drafts are cheap it soon grows
 
     def choose(self, confidence):
         """The drafter's confidence in each slot, [rows][drafts] -> how many tokens to read. (Plain numbers: a tensor operation on so few costs ten times as much.)"""
@@ -194,36 +195,35 @@ class Pace:
         if 1 in self.verify_ms:                                                  # what it gives less what the time would give elsewhere
             rate = max(1 / self.cost[1], self.tokens / self.ms)
             best = max(self.expected, key=lambda n: self.expected[n] - rate * self.cost[n])
-        self.chosen.append(best)
+        self.chosen = best
         return best
 
     def reach(self):
-        """How many tokens to draft, anchor included: a little more than was read lately."""
-        return min(max(self.chosen) + 2, self.sizes[-1])
+        """How many tokens to draft, anchor included: a little more than were read last."""
+        return min(self.chosen + 2, self.sizes[-1])
 
     def update(self, drafted, n, draft_ms, verify_ms, kept):
         """What a cycle took and gave: kept, the mean over its rows."""
         self.verify_ms.setdefault(n, deque(maxlen=8)).append(verify_ms)
         known = sorted(self.verify_ms)
         self.cost = dict(zip(self.sizes, np.interp(self.sizes, known, [median(self.verify_ms[k]) for k in known]).tolist()))
-        if not drafted:
+        if drafted:
+            self.draft_ms.append(draft_ms)
+            self.drafted += 1
+            expected = self.expected[n]
+            self.power = min(max(self.power * math.exp(0.05 * (expected - kept)), 0.1), 100.0)
+            weight = max(0.2, 1 / self.drafted)                                  # a mean at first
+            self.tokens += weight * (expected - self.tokens)
+            self.ms += weight * (median(self.draft_ms) + self.cost[n] - self.ms)
+            if self.drafted == 2:                                                # the first one also read the prompt
+                self.wait = 1                                                    # for the cost of a plain cycle
+            elif 1 in self.verify_ms:
+                lost = 0.98 * self.ms - self.tokens * self.cost[1]               # by such a cycle, against its tokens one by one; a tie goes on
+                self.patience = 5.0 if lost <= 0 else min(1.4 * self.patience, 65.0)
+                self.wait = self.patience * lost / self.cost[1]
+        else:
             self.wait -= 1
-            self.drafting = self.wait <= 0
-            return
-        self.draft_ms.append(draft_ms)
-        self.drafted += 1
-        expected = self.expected[n]
-        self.power = min(max(self.power * math.exp(0.05 * (expected - kept)), 0.1), 100.0)
-        weight = max(0.1, 1 / self.drafted, 0.3 if self.pause > 2 else 0)        # a mean at first; bold where this draft only looks whether the text has changed
-        self.tokens += weight * (expected - self.tokens)
-        self.ms += weight * (median(self.draft_ms) + self.cost[n] - self.ms)
-        if self.drafted == 2:                                                    # the first one also read the prompt
-            self.drafting, self.wait = False, 1                                  # for the cost of a plain cycle
-        elif 1 in self.verify_ms:
-            if self.tokens / self.ms > 0.98 / self.cost[1]:
-                self.pause, self.wait = 2, 0
-            else:
-                self.drafting, self.wait, self.pause = False, self.pause, min(2 * self.pause, 32)
+        self.drafting = self.wait <= 0
 
 
 @dataclass
