@@ -165,8 +165,8 @@ class Pace:
 
     Every choice has an expected number of tokens and a cost. The costs are the milliseconds seen in this call. Reading n tokens gives 1 + the sum over
     k < n of the probability that drafts 1..k are all kept; the drafter's confidence in each slot stands for its part of that, raised to a power
-    that is adjusted until it predicts what was kept so far. Where drafts don't pay, plain cycles follow, the more the more a draft loses and the more of them
-    in a row have lost, until one draft looks again: so looking costs a fifth of their time at first, when the text may only have paused, and in the end a sixtieth.
+    that is adjusted until it predicts the gains so far. A batch has ended when its slowest row has, so the confidence and the gain are that row's.
+    The first cycle is a plain one. Where drafts don't pay, plain cycles follow, the more the more a draft loses and the more in a row have lost, and then one draft looks again.
 
     The output stays exact. All that a choice depends on is decided text, times, and q, the drafter's distributions, which are functions of decided text; never the tokens
     that were drawn from q and are about to be judged. (A rule that read less of the block where a draft looks unlikely would favour likely ones. And where a drafter
@@ -176,13 +176,13 @@ class Pace:
     def __init__(self, sizes):
         self.sizes = sizes                                                       # ascending, 1 first, the whole block last
         self.draft_ms, self.verify_ms = deque(maxlen=8), {}                      # recent ones; their median counts
-        self.cost = dict.fromkeys(sizes, 0.0)                                    # milliseconds to read n tokens: measured, or between measured neighbours
-        self.power, self.tokens, self.ms = 0.45, 0.0, 0.0                        # measured at both temperatures; of a cycle with a draft, moving averages
-        self.drafting, self.drafted, self.wait, self.patience = True, 0, 0.0, 5.0   # wait: for so many plain cycles; patience: for each that drafts have lost
-        self.chosen = 3                                                          # how many were read last; where drafts are cheap it soon grows
+        self.cost = {}                                                           # milliseconds to read n tokens: measured, or between measured neighbours
+        self.power, self.tokens, self.ms = 0.45, 0.0, 0.0                        # measured at both temperatures; what reading drafts gave and took, moving averages
+        self.drafting, self.wait, self.patience = False, 1.0, 5.0                # wait: for so many plain cycles; patience: how many for each token that a draft loses
+        self.drafted, self.chosen = 0, 3                                         # how often; how many tokens were read behind the last draft
 
     def choose(self, confidence):
-        """The drafter's confidence in each slot, [rows][drafts] -> how many tokens to read. (Plain numbers: a tensor operation on so few costs ten times as much.)"""
+        """The drafter's confidence in each slot, [drafts seen][slots] -> how many tokens to read. (Plain numbers: a tensor operation on so few costs ten times as much.)"""
         expected = [1.0] + [0.0] * len(confidence[0])
         for row in confidence:
             kept = 1 / len(confidence)
@@ -191,36 +191,35 @@ class Pace:
                 expected[k] += kept
         expected = dict(enumerate(itertools.accumulate(expected), 1))
         self.expected = {n: expected[n] for n in self.sizes if n in expected}
-        best = max(self.expected)
-        if 1 in self.verify_ms:                                                  # what it gives less what the time would give elsewhere
-            rate = max(1 / self.cost[1], self.tokens / self.ms)
-            best = max(self.expected, key=lambda n: self.expected[n] - rate * self.cost[n])
-        self.chosen = best
-        return best
+        rate = max(1 / self.cost[1], self.tokens / self.drafted_ms() if self.drafted else 0)
+        self.chosen = max(self.expected, key=lambda n: self.expected[n] - rate * self.cost[n])    # what it gives less what the time would give elsewhere
+        return self.chosen
+
+    def drafted_ms(self):
+        """What a cycle with a draft takes. (The first one's draft also reads the prompt and does not count.)"""
+        return self.ms + (median(self.draft_ms) or 0)
 
     def reach(self):
         """How many tokens to draft, anchor included: a little more than were read last."""
         return min(self.chosen + 2, self.sizes[-1])
 
-    def update(self, drafted, n, draft_ms, verify_ms, kept):
-        """What a cycle took and gave: kept, the mean over its rows."""
+    def update(self, drafted, n, draft_ms, verify_ms, gain):
+        """What a cycle took, and by how many tokens the slowest row is further."""
         self.verify_ms.setdefault(n, deque(maxlen=8)).append(verify_ms)
         known = sorted(self.verify_ms)
         self.cost = dict(zip(self.sizes, np.interp(self.sizes, known, [median(self.verify_ms[k]) for k in known]).tolist()))
         if drafted:
-            self.draft_ms.append(draft_ms)
             self.drafted += 1
-            expected = self.expected[n]
-            self.power = min(max(self.power * math.exp(0.05 * (expected - kept)), 0.1), 100.0)
-            weight = max(0.2, 1 / self.drafted)                                  # a mean at first
+            if self.drafted > 1:
+                self.draft_ms.append(draft_ms)
+            expected, weight = self.expected[n], max(0.2, 1 / self.drafted)      # a mean at first
+            self.power = min(max(self.power * math.exp(0.05 * (expected - min(gain, n))), 0.1), 100.0)
             self.tokens += weight * (expected - self.tokens)
-            self.ms += weight * (median(self.draft_ms) + self.cost[n] - self.ms)
-            if self.drafted == 2:                                                # the first one also read the prompt
-                self.wait = 1                                                    # for the cost of a plain cycle
-            elif 1 in self.verify_ms:
-                lost = 0.98 * self.ms - self.tokens * self.cost[1]               # by such a cycle, against its tokens one by one; a tie goes on
-                self.patience = 5.0 if lost <= 0 else min(1.4 * self.patience, 65.0)
-                self.wait = self.patience * lost / self.cost[1]
+            self.ms += weight * (self.cost[n] - self.ms)
+            lost = 0.98 * self.drafted_ms() / self.cost[1] - self.tokens         # tokens that plain cycles make in that time, less its own; a tie goes on
+            self.patience = 5.0 if lost <= 0 else min(1.4 * self.patience, 65.0)
+            close = -lost < 0.25 * self.tokens and len(self.verify_ms[1]) < 8    # for so few plain cycles to tell: one more
+            self.wait = max(self.patience * lost * max(lost, 1), float(close))   # what loses much won't pay soon
         else:
             self.wait -= 1
         self.drafting = self.wait <= 0
@@ -324,7 +323,7 @@ def cycles(target, drafter, prompts, max_new_tokens, *, block_size=None, tempera
             stopped |= (torch.isin(drafts, stops) & (slot[:n - 1] < accepted[:, None])).any(1)
         return accepted, bonus, length + count, made, done | stopped | (made >= most), *context(ids, length, count, features)
 
-    first_draft = draft                                                          # it also reads the prompt: shapes that hardly come back
+    next_draft = draft                                                           # the first one also reads the prompt: shapes that hardly come back
     if graphs:
         draft, verify = Captured(draft, device), Captured(verify, device)
 
@@ -344,21 +343,21 @@ def cycles(target, drafter, prompts, max_new_tokens, *, block_size=None, tempera
     yield Cycle(no_drafts, made - 1, anchor, done)
     done = torch.isin(anchor, stops) | (made >= most)
 
-    n, recent = block, []                                                        # recent: cycles that `pace` has not learned from yet: number, confidence, Cycle
+    n, recent = block, []                                                        # recent: what `pace` has not learned from yet: cycle, tokens read, confidence, gain
     for cycle in range(max_new_tokens - 1):                                      # each cycle makes at least one token
         if not seldom or cycle % CHECK_EVERY == 0:
             if bool(done.all()):
                 break
             if pace:
-                if seldom and (known := [seen for _, seen, _ in recent if seen is not None]):
+                if seldom and (known := [seen for _, _, seen, _ in recent if seen is not None]):
                     n = pace.choose(torch.cat(known).tolist())
-                for i, seen, (read, accepted, _, over) in recent:
-                    gains = [a + 1 for a, ended in zip(accepted.tolist(), over.tolist()) if not ended]
-                    pace.update(seen is not None, read.shape[1] + 1, *watch.cycle(i), sum(gains) / len(gains))
+                for i, read, seen, gain in recent:
+                    pace.update(seen is not None, read, *watch.cycle(i), gain.item())
             recent = []
         longest = 0 if fixed else int(length.max())
         drafting = block > 1 and (not pace or pace.drafting)
         drafts, q, confidence = no_drafts, no_q, None
+        progress = torch.where(done, max_new_tokens, made)                       # (B,): `pace` looks at the slowest row
         watch.mark()
         if drafting:
             # Only what was kept enters the drafter's context.
@@ -367,18 +366,18 @@ def cycles(target, drafter, prompts, max_new_tokens, *, block_size=None, tempera
             if fixed and (more := -parts[0].shape[1] % block):                   # behind some plain cycles: few shapes
                 parts = [torch.cat((x, x[:, :1].expand(-1, more, *x.shape[2:])), 1) for x in parts]
                 parts[1][:, -more:] = -1
-            drafts, q, confidence = (draft if cycle else first_draft)(anchor, length, made, *parts, **({} if fixed else {"size": size, "end": longest + size}))
-            unread = []
-            if pace and not seldom:
-                n = pace.choose([row for row, ended in zip(confidence.tolist(), done.tolist()) if not ended])
+            drafts, q, confidence = next_draft(anchor, length, made, *parts, **({} if fixed else {"size": size, "end": longest + size}))
+            unread, next_draft = [], draft
+            if pace:
+                confidence = confidence[progress.argmin(0, keepdim=True)]
+                n = n if seldom else pace.choose(confidence.tolist())
             drafts, q = drafts[:, :n - 1], q[:, :n - 1]
         watch.mark()
         accepted, bonus, *state = verify(drafts, q, anchor, length, made, done, **({} if fixed else {"end": longest + drafts.shape[1] + 1}))
         watch.mark()
-        step = Cycle(drafts, accepted, bonus, done)
-        yield step
-        recent.append((cycle, confidence, step))
+        yield Cycle(drafts, accepted, bonus, done)
         anchor, (length, made, done, *read) = bonus, state
+        recent.append((cycle, drafts.shape[1] + 1, confidence, torch.where(done, max_new_tokens, made).min() - progress.min()))
         kept = drafts.shape[1] + 1 if fixed else int(accepted.max()) + 1
         unread.append([x[:, :kept] for x in read])
 
@@ -517,7 +516,7 @@ def sweep(target, drafter, prompts, progress, **how):
     for context in (64, 128, 256, 512, 1024, 2048, 4096):
         context = min(context, limit - 9 * block)                                # the longest leaves room for its new tokens
         progress(f"context {context}")
-        caches = [KVCache(config, 1, context, target.device, target.dtype) for config in (target.config, drafter.config.layers)]
+        caches = [KVCache(config, 1, context, "meta", target.dtype) for config in (target.config, drafter.config.layers)]
         found["context"].append({"context": context, "block_size": block, **behind(context, block),
                                  "target_cache_bytes": caches[0].nbytes, "drafter_cache_bytes": caches[1].nbytes})
     for batch in (1, 4, 16, 64):
