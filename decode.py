@@ -219,7 +219,7 @@ class Pace:
             lost = 0.98 * self.drafted_ms() / self.cost[1] - self.tokens         # tokens that plain cycles make in that time, less its own; a tie goes on
             self.patience = 5.0 if lost <= 0 else min(1.4 * self.patience, 65.0)
             close = -lost < 0.25 * self.tokens and len(self.verify_ms[1]) < 8    # for so few plain cycles to tell: one more
-            self.wait = max(self.patience * lost * max(lost, 1), float(close))   # what loses much won't pay soon
+            self.wait = min(max(self.patience * lost * max(lost, 1), close), 4 ** self.drafted)    # what loses much won't pay soon; but a first time may be an accident
         else:
             self.wait -= 1
         self.drafting = self.wait <= 0
@@ -357,7 +357,7 @@ def cycles(target, drafter, prompts, max_new_tokens, *, block_size=None, tempera
         longest = 0 if fixed else int(length.max())
         drafting = block > 1 and (not pace or pace.drafting)
         drafts, q, confidence = no_drafts, no_q, None
-        progress = torch.where(done, max_new_tokens, made)                       # (B,): `pace` looks at the slowest row
+        behind = made.masked_fill(done, max_new_tokens)                          # (B,): `pace` looks at the row that is furthest behind
         watch.mark()
         if drafting:
             # Only what was kept enters the drafter's context.
@@ -369,7 +369,7 @@ def cycles(target, drafter, prompts, max_new_tokens, *, block_size=None, tempera
             drafts, q, confidence = next_draft(anchor, length, made, *parts, **({} if fixed else {"size": size, "end": longest + size}))
             unread, next_draft = [], draft
             if pace:
-                confidence = confidence[progress.argmin(0, keepdim=True)]
+                confidence = confidence[behind.argmin(0, keepdim=True)]
                 n = n if seldom else pace.choose(confidence.tolist())
             drafts, q = drafts[:, :n - 1], q[:, :n - 1]
         watch.mark()
@@ -377,7 +377,8 @@ def cycles(target, drafter, prompts, max_new_tokens, *, block_size=None, tempera
         watch.mark()
         yield Cycle(drafts, accepted, bonus, done)
         anchor, (length, made, done, *read) = bonus, state
-        recent.append((cycle, drafts.shape[1] + 1, confidence, torch.where(done, max_new_tokens, made).min() - progress.min()))
+        if pace:
+            recent.append((cycle, drafts.shape[1] + 1, confidence, made.masked_fill(done, max_new_tokens).min() - behind.min()))
         kept = drafts.shape[1] + 1 if fixed else int(accepted.max()) + 1
         unread.append([x[:, :kept] for x in read])
 
