@@ -357,7 +357,7 @@ def cycles(target, drafter, prompts, max_new_tokens, *, block_size=None, tempera
         longest = 0 if fixed else int(length.max())
         drafting = block > 1 and (not pace or pace.drafting)
         drafts, q, confidence = no_drafts, no_q, None
-        behind = made.masked_fill(done, max_new_tokens)                          # (B,): `pace` looks at the row that is furthest behind
+        behind = made.masked_fill(done, max_new_tokens) if pace else None        # (B,): `pace` looks at the row that is furthest behind
         watch.mark()
         if drafting:
             # Only what was kept enters the drafter's context.
