@@ -163,66 +163,76 @@ class Captured:
 class Pace:
     """block_size="auto": how many tokens the target reads next, of which one, without a draft, is plain decoding.
 
-    Every choice has an expected number of tokens and a cost. The costs are the milliseconds seen in this call. Reading n tokens gives 1 + the sum over
-    k < n of the probability that drafts 1..k are all kept; the drafter's confidence in each slot stands for its part of that, raised to a power
+    Every choice has an expected number of tokens and a cost. The costs are the milliseconds seen in this call. Reading n tokens gives 1 + the sum
+    over k < n of the probability that drafts 1..k are all kept; the drafter's confidence in each slot stands for its part of that, raised to a power
     that is adjusted until it predicts the gains so far. A batch has ended when its slowest row has, so the confidence and the gain are that row's.
-    The first cycle is a plain one. Where drafts don't pay, plain cycles follow, the more the more a draft loses and the more in a row have lost, and then one draft looks again.
+    The first cycle is a plain one. Where drafts don't pay, plain cycles follow, the more the more a draft loses and the more in a row have lost, and
+    then one draft looks again.
 
-    The output stays exact. All that a choice depends on is decided text, times, and q, the drafter's distributions, which are functions of decided text; never the tokens
-    that were drawn from q and are about to be judged. (A rule that read less of the block where a draft looks unlikely would favour likely ones. And where a drafter
-    reads its own drafts, the later slots' q tell which they were: above temperature 0 only its first slot's counts.)
+    The output stays exact. All that a choice depends on is decided text, times, and q, the drafter's distributions, which are functions of decided
+    text; never the tokens that were drawn from q and are about to be judged. (A rule that read less of the block where a draft looks unlikely would
+    favour likely ones. And where a drafter reads its own drafts, the later slots' q tell which they were: above temperature 0 only its first slot's
+    counts.)
     """
 
-    def __init__(self, sizes):
-        self.sizes = sizes                                                       # ascending, 1 first, the whole block last
-        self.draft_ms, self.verify_ms = deque(maxlen=8), {}                      # recent ones; their median counts
-        self.cost = {}                                                           # milliseconds to read n tokens: measured, or between measured neighbours
+    def __init__(self, sizes, rows):
+        self.sizes, self.rows = sizes, rows                                      # ascending, 1 first, the whole block last; prompts in the batch
+        self.draft_ms, self.verify_ms = deque(maxlen=8), {}                      # recent ones, {tokens read: its own}; their median counts
         self.power, self.tokens, self.ms = 0.45, 0.0, 0.0                        # measured at both temperatures; what reading drafts gave and took, moving averages
-        self.drafting, self.wait, self.patience = False, 1.0, 5.0                # wait: for so many plain cycles; patience: how many for each token that a draft loses
+        self.wait, self.patience = 1.0, self.least_patience()                    # for so many plain cycles; how many for each token that a draft loses
         self.drafted, self.chosen = 0, 3                                         # how often; how many tokens were read behind the last draft
 
+    def least_patience(self):
+        """One row's bad draft may be an accident. The slowest of many rows seldom has a good one."""
+        return min(5.0 * self.rows, 65.0)
+
+    @property
+    def drafting(self):
+        return self.wait <= 0
+
+    def reach(self):
+        """How many tokens to draft, anchor included: a little more than were read last."""
+        return min(self.chosen + 2, self.sizes[-1])
+
     def choose(self, confidence):
-        """The drafter's confidence in each slot, [drafts seen][slots] -> how many tokens to read. (Plain numbers: a tensor operation on so few costs ten times as much.)"""
+        """The drafter's confidence in each slot, [drafts seen][slots] -> how many tokens to read. (Plain numbers: a tensor operation on so few costs ten
+        times as much.)"""
         expected = [1.0] + [0.0] * len(confidence[0])
         for row in confidence:
             kept = 1 / len(confidence)
             for k, c in enumerate(row, 1):
                 kept *= c ** self.power                                          # that drafts 1..k are all kept
                 expected[k] += kept
-        expected = dict(enumerate(itertools.accumulate(expected), 1))
-        self.expected = {n: expected[n] for n in self.sizes if n in expected}
-        rate = max(1 / self.cost[1], self.tokens / self.drafted_ms() if self.drafted else 0)
-        self.chosen = max(self.expected, key=lambda n: self.expected[n] - rate * self.cost[n])    # what it gives less what the time would give elsewhere
+        self.expected = dict(enumerate(itertools.accumulate(expected), 1))
+        known = sorted(self.verify_ms)
+        cost = dict(zip(self.sizes, np.interp(self.sizes, known, [median(self.verify_ms[n]) for n in known]).tolist()))    # measured, or between measured neighbours
+        rate = max(1 / cost[1], self.tokens / self.drafted_ms() if self.drafted else 0)
+        self.chosen = max((n for n in self.sizes if n in self.expected), key=lambda n: self.expected[n] - rate * cost[n])    # what it gives less what the time would give elsewhere
         return self.chosen
 
     def drafted_ms(self):
-        """What a cycle with a draft takes. (The first one's draft also reads the prompt and does not count.)"""
+        """What a cycle with a draft takes."""
         return self.ms + (median(self.draft_ms) or 0)
 
-    def reach(self):
-        """How many tokens to draft, anchor included: a little more than were read last."""
-        return min(self.chosen + 2, self.sizes[-1])
-
-    def update(self, drafted, n, draft_ms, verify_ms, gain):
-        """What a cycle took, and by how many tokens the slowest row is further."""
+    def update(self, n, draft_ms, verify_ms, gain):
+        """What a cycle took, and by how many tokens the slowest row is further; gain None: a plain cycle."""
         self.verify_ms.setdefault(n, deque(maxlen=8)).append(verify_ms)
-        known = sorted(self.verify_ms)
-        self.cost = dict(zip(self.sizes, np.interp(self.sizes, known, [median(self.verify_ms[k]) for k in known]).tolist()))
-        if drafted:
-            self.drafted += 1
-            if self.drafted > 1:
-                self.draft_ms.append(draft_ms)
-            expected, weight = self.expected[n], max(0.2, 1 / self.drafted)      # a mean at first
-            self.power = min(max(self.power * math.exp(0.05 * (expected - min(gain, n))), 0.1), 100.0)
-            self.tokens += weight * (expected - self.tokens)
-            self.ms += weight * (self.cost[n] - self.ms)
-            lost = 0.98 * self.drafted_ms() / self.cost[1] - self.tokens         # tokens that plain cycles make in that time, less its own; a tie goes on
-            self.patience = 5.0 if lost <= 0 else min(1.4 * self.patience, 65.0)
-            close = -lost < 0.25 * self.tokens and len(self.verify_ms[1]) < 8    # for so few plain cycles to tell: one more
-            self.wait = min(max(self.patience * lost * max(lost, 1), close), 4 ** self.drafted)    # what loses much won't pay soon; but a first time may be an accident
-        else:
+        if gain is None:
             self.wait -= 1
-        self.drafting = self.wait <= 0
+            return
+        self.drafted += 1
+        if self.drafted > 1:
+            self.draft_ms.append(draft_ms)
+        elif self.rows > 1:                                                      # the first draft also reads the prompt: one row's does not count
+            self.draft_ms.append(min(draft_ms, verify_ms))
+        plain, expected, weight = median(self.verify_ms[1]), self.expected[n], max(0.2, 1 / self.drafted)    # a mean at first
+        self.power = min(max(self.power * math.exp(0.05 * (expected - min(gain, n))), 0.1), 100.0)
+        self.tokens += weight * ((expected if self.rows == 1 else gain) - self.tokens)    # one row's gain varies more than what is expected of it
+        self.ms += weight * (median(self.verify_ms[n]) - self.ms)
+        lost = 0.98 * self.drafted_ms() / plain - self.tokens                    # tokens that plain cycles make in that time, less its own; a tie goes on
+        self.patience = self.least_patience() if lost <= 0 else min(1.4 * self.patience, 65.0)
+        close = -lost < 0.25 * self.tokens and len(self.verify_ms[1]) < 8        # for so few plain cycles to tell: one more
+        self.wait = min(max(self.patience * lost * max(lost, 1), close), self.rows * 4 ** self.drafted)    # what loses much won't pay soon; but a first time may be an accident
 
 
 @dataclass
@@ -268,14 +278,14 @@ def cycles(target, drafter, prompts, max_new_tokens, *, block_size=None, tempera
     fixed = seldom or graphs
     block = 1 if drafter is None else drafter.config.block_size if block_size in (None, "auto") else block_size
     sizes = [1, *(n for n in range(2, block) if not fixed or n & (n - 1) == 0), block]    # each has its own graph
-    pace = Pace(sizes) if block_size == "auto" and block > 1 else None
+    pace = Pace(sizes, B) if block_size == "auto" and block > 1 else None
     taps = drafter.config.target_layer_ids if block > 1 else ()
     lengths = [len(prompt) for prompt in prompts]
     width = max(lengths)
     capacity = width + max_new_tokens + 2 * block                                # a row that has ended may overhang by two blocks
     capacity += -capacity % 256 if fixed else 0                                  # few shapes
     cache = KVCache(target.config, B, capacity, device, target.dtype)
-    drafter_cache = KVCache(drafter.config.layers, B, capacity + 1, device, target.dtype) if block > 1 else None
+    drafter_cache = None                                                         # made for the first draft: "auto" may never want one
     stops = torch.tensor(sorted(stop_ids), device=device, dtype=torch.int64)
     most = torch.full((B,), max_new_tokens, device=device)                       # a tensor: compiled code would hold a number for good
     row, slot = torch.arange(B, device=device), torch.arange(max(block, PREFILL), device=device)
@@ -352,14 +362,14 @@ def cycles(target, drafter, prompts, max_new_tokens, *, block_size=None, tempera
                 if seldom and (known := [seen for _, _, seen, _ in recent if seen is not None]):
                     n = pace.choose(torch.cat(known).tolist())
                 for i, read, seen, gain in recent:
-                    pace.update(seen is not None, read, *watch.cycle(i), gain.item())
+                    pace.update(read, *watch.cycle(i), None if seen is None else gain.item())
             recent = []
         longest = 0 if fixed else int(length.max())
         drafting = block > 1 and (not pace or pace.drafting)
         drafts, q, confidence = no_drafts, no_q, None
-        behind = made.masked_fill(done, max_new_tokens) if pace else None        # (B,): `pace` looks at the row that is furthest behind
         watch.mark()
         if drafting:
+            drafter_cache = drafter_cache or KVCache(drafter.config.layers, B, capacity + 1, device, target.dtype)
             # Only what was kept enters the drafter's context.
             parts = unread[0] if len(unread) == 1 else [torch.cat(part, 1) for part in zip(*unread)]
             size = pace.reach() if pace and not fixed else block
@@ -369,6 +379,7 @@ def cycles(target, drafter, prompts, max_new_tokens, *, block_size=None, tempera
             drafts, q, confidence = next_draft(anchor, length, made, *parts, **({} if fixed else {"size": size, "end": longest + size}))
             unread, next_draft = [], draft
             if pace:
+                behind = made.masked_fill(done, max_new_tokens)                  # (B,): the row that is furthest behind counts
                 confidence = confidence[behind.argmin(0, keepdim=True)]
                 n = n if seldom else pace.choose(confidence.tolist())
             drafts, q = drafts[:, :n - 1], q[:, :n - 1]
@@ -378,7 +389,7 @@ def cycles(target, drafter, prompts, max_new_tokens, *, block_size=None, tempera
         yield Cycle(drafts, accepted, bonus, done)
         anchor, (length, made, done, *read) = bonus, state
         if pace:
-            recent.append((cycle, drafts.shape[1] + 1, confidence, made.masked_fill(done, max_new_tokens).min() - behind.min()))
+            recent.append((cycle, drafts.shape[1] + 1, confidence, made.masked_fill(done, max_new_tokens).min() - behind.min() if drafting else None))
         kept = drafts.shape[1] + 1 if fixed else int(accepted.max()) + 1
         unread.append([x[:, :kept] for x in read])
 

@@ -612,17 +612,17 @@ PROMPTS = [[3], [1, 2, 3, 4, 5, 6, 7, 8, 9], [10, 12, 14, 16], [40, 35, 30]]
 class Wandering(decode.Pace):
     """Chooses anything, whatever it has seen: every way through the loop."""
 
-    def __init__(self, sizes):
-        super().__init__(sizes)
-        self.drafting, self.cost, self.verify_ms, self.random = True, dict.fromkeys(sizes, 1.0), {1: [1.0]}, random.Random(0)
+    def __init__(self, sizes, rows):
+        super().__init__(sizes, rows)
+        self.wait, self.verify_ms, self.random = 0, {1: [1.0]}, random.Random(0)
 
     def choose(self, confidence):
         super().choose(confidence)
-        return self.random.choice(list(self.expected))
+        return self.random.choice([n for n in self.sizes if n in self.expected])
 
-    def update(self, drafted, *seen):
-        super().update(drafted, *seen)
-        self.drafting = self.random.random() < 0.6
+    def update(self, *seen):
+        super().update(*seen)
+        self.wait = self.random.random() >= 0.6
 
 
 @pytest.fixture(params=("cut", "fixed"))
@@ -861,14 +861,14 @@ def simulate(pace, text, plain=3.25, draft=1.0, verify=lambda n: 3.0 + 0.25 * n)
         while kept < n and rnd.random() < chance:
             kept += 1
         cost = draft * drafting, plain if n == 1 else verify(n)
-        pace.update(drafting, n, *cost, kept)
+        pace.update(n, *cost, kept if drafting else None)
         drafted += [drafting] * kept
         made, ms = made + kept, ms + sum(cost)
     return ms, drafted
 
 
 def test_auto_is_never_slower_and_follows_the_text():
-    pace = lambda: decode.Pace([*range(1, 9)])
+    pace = lambda: decode.Pace([*range(1, 9)], 1)
     n, plain = 4000, 3.25 * 4000
     for confidence, most in ((0.1, 1.02), (0.95, 1.05)):                                          # drafts never pay; also where the drafter is sure of them
         ms, drafted = simulate(pace(), [(confidence, 0.1)] * n)
@@ -879,6 +879,8 @@ def test_auto_is_never_slower_and_follows_the_text():
         assert ms < 1.05 * n / best(chance) < plain
     ms, drafted = simulate(pace(), [(0.1, 0.1)] * 200 + [(0.9, 0.9)] * 200)                       # the text changes
     assert sum(drafted[:200]) < 40 and sum(drafted[240:400]) > 140
+    ms, drafted = simulate(decode.Pace([*range(1, 9)], 16), [(0.5, 0.2)] * 192, draft=4.0, verify=lambda n: 5.0)    # in a batch one look is dear, and is enough
+    assert ms < 1.03 * 192 * 3.25 and sum(drafted) > 0
 
 
 def test_each_row_has_its_own_stream(trained):
