@@ -129,8 +129,8 @@ class Stopwatch:
 
 
 class Captured:
-    """A function of tensors. For each combination of shapes the first two calls run as they are (on CUDA kernels compile, memory is reserved). From the third on
-    it is one thing to the host instead of hundreds of operators: on CUDA a captured graph, elsewhere compiled code."""
+    """A function of tensors. For each combination of shapes the first two calls run as they are (on CUDA kernels compile, memory is reserved). From
+    the third on it is one thing to the host instead of hundreds of operators: on CUDA a captured graph, elsewhere compiled code."""
 
     seen = Counter()                                                             # compiled code, unlike a graph, serves later calls of `cycles` too
 
@@ -177,14 +177,11 @@ class Pace:
 
     def __init__(self, sizes, rows):
         self.sizes, self.rows = sizes, rows                                      # ascending, 1 first, the whole block last; prompts in the batch
-        self.draft_ms, self.verify_ms = deque(maxlen=8), {}                      # recent ones, {tokens read: its own}; their median counts
-        self.power, self.tokens, self.ms = 0.45, 0.0, 0.0                        # measured at both temperatures; what reading drafts gave and took, moving averages
-        self.wait, self.patience = 1.0, self.least_patience()                    # for so many plain cycles; how many for each token that a draft loses
+        self.draft_ms, self.verify_ms = deque(maxlen=8), {}                      # recent ones; by tokens read; their median counts
+        self.tokens, self.ms = 0.0, 0.0                                          # what reading drafts gave and took, moving averages
+        self.power = 0.45                                                        # measured at both temperatures
+        self.wait, self.patience = 1.0, self.least_patience()                    # for so many plain cycles; how many for each token lost
         self.drafted, self.chosen = 0, 3                                         # how often; how many tokens were read behind the last draft
-
-    def least_patience(self):
-        """One row's bad draft may be an accident. The slowest of many rows seldom has a good one."""
-        return min(5.0 * self.rows, 65.0)
 
     @property
     def drafting(self):
@@ -195,8 +192,8 @@ class Pace:
         return min(self.chosen + 2, self.sizes[-1])
 
     def choose(self, confidence):
-        """The drafter's confidence in each slot, [drafts seen][slots] -> how many tokens to read. (Plain numbers: a tensor operation on so few costs ten
-        times as much.)"""
+        """The drafter's confidence in each slot, [drafts seen][slots] -> how many tokens to read. (Plain numbers: a tensor operation on so few
+        costs ten times as much.)"""
         expected = [1.0] + [0.0] * len(confidence[0])
         for row in confidence:
             kept = 1 / len(confidence)
@@ -204,15 +201,20 @@ class Pace:
                 kept *= c ** self.power                                          # that drafts 1..k are all kept
                 expected[k] += kept
         self.expected = dict(enumerate(itertools.accumulate(expected), 1))
-        known = sorted(self.verify_ms)
-        cost = dict(zip(self.sizes, np.interp(self.sizes, known, [median(self.verify_ms[n]) for n in known]).tolist()))    # measured, or between measured neighbours
+        known = sorted(self.verify_ms)                                           # between two measured sizes lies a line
+        cost = dict(zip(self.sizes, np.interp(self.sizes, known, [median(self.verify_ms[n]) for n in known]).tolist()))
         rate = max(1 / cost[1], self.tokens / self.drafted_ms() if self.drafted else 0)
-        self.chosen = max((n for n in self.sizes if n in self.expected), key=lambda n: self.expected[n] - rate * cost[n])    # what it gives less what the time would give elsewhere
+        worth = {n: self.expected[n] - rate * cost[n] for n in self.sizes if n in self.expected}    # less what the time would give elsewhere
+        self.chosen = max(worth, key=worth.get)
         return self.chosen
 
     def drafted_ms(self):
         """What a cycle with a draft takes."""
         return self.ms + (median(self.draft_ms) or 0)
+
+    def least_patience(self):
+        """One row's bad draft may be an accident. The slowest of many rows seldom has a good one."""
+        return min(5.0 * self.rows, 65.0)
 
     def update(self, n, draft_ms, verify_ms, gain):
         """What a cycle took, and by how many tokens the slowest row is further; gain None: a plain cycle."""
@@ -225,14 +227,16 @@ class Pace:
             self.draft_ms.append(draft_ms)
         elif self.rows > 1:                                                      # the first draft also reads the prompt: one row's does not count
             self.draft_ms.append(min(draft_ms, verify_ms))
-        plain, expected, weight = median(self.verify_ms[1]), self.expected[n], max(0.2, 1 / self.drafted)    # a mean at first
+        expected, weight = self.expected[n], max(0.2, 1 / self.drafted)          # a mean at first
         self.power = min(max(self.power * math.exp(0.05 * (expected - min(gain, n))), 0.1), 100.0)
-        self.tokens += weight * ((expected if self.rows == 1 else gain) - self.tokens)    # one row's gain varies more than what is expected of it
+        self.tokens += weight * ((expected if self.rows == 1 else gain) - self.tokens)    # one row's gain varies more than what it expects
         self.ms += weight * (median(self.verify_ms[n]) - self.ms)
-        lost = 0.98 * self.drafted_ms() / plain - self.tokens                    # tokens that plain cycles make in that time, less its own; a tie goes on
+        # Tokens that plain cycles make in that time, less its own. A tie goes on, and a narrow win too, once there are plain cycles enough to tell.
+        lost = 0.98 * self.drafted_ms() / median(self.verify_ms[1]) - self.tokens
+        close = -lost < 0.25 * self.tokens and len(self.verify_ms[1]) < 8
         self.patience = self.least_patience() if lost <= 0 else min(1.4 * self.patience, 65.0)
-        close = -lost < 0.25 * self.tokens and len(self.verify_ms[1]) < 8        # for so few plain cycles to tell: one more
-        self.wait = min(max(self.patience * lost * max(lost, 1), close), self.rows * 4 ** self.drafted)    # what loses much won't pay soon; but a first time may be an accident
+        # What loses much won't pay soon; but the first times may be accidents.
+        self.wait = min(max(self.patience * lost * max(lost, 1), close), self.rows * 4 ** self.drafted)
 
 
 @dataclass
@@ -257,13 +261,14 @@ class Cycle(NamedTuple):
 
 
 def looks_seldom(device):
-    """On CUDA every cycle has the same shapes and asks nothing of the host, which looks at the results every CHECK_EVERY cycles. Elsewhere host and device
-    are one, and each pass is cut to what it needs (but for compiled code: see `Captured`)."""
+    """On CUDA every cycle has the same shapes and asks nothing of the host, which looks at the results every CHECK_EVERY cycles. Elsewhere host and
+    device are one, and each pass is cut to what it needs (but for compiled code: see `Captured`)."""
     return device.type == "cuda"
 
 
 @torch.inference_mode()
-def cycles(target, drafter, prompts, max_new_tokens, *, block_size=None, temperature=0.0, top_k=None, top_p=None, stop_ids=(), seed=None, graphs=None, watch=None):
+def cycles(target, drafter, prompts, max_new_tokens, *, block_size=None, temperature=0.0, top_k=None, top_p=None, stop_ids=(), seed=None,
+           graphs=None, watch=None):
     """The decoding loop. Yields a Cycle for the prefill (no drafts, the first token as bonus), then one for each cycle.
 
     Each row advances at its own pace: row b has length[b] tokens in the cache, its anchor is the next. A rejection needs no clean-up: the
@@ -296,14 +301,16 @@ def cycles(target, drafter, prompts, max_new_tokens, *, block_size=None, tempera
         return u[row[:, None], made[:, None] + slot[:n]]
 
     def context(ids, start, count, features):
-        """What the drafter gets to read of a pass of the target: the tokens (B, n), their positions (B, n), -1 for those that are not kept, and the features."""
+        """What the drafter gets to read of a pass of the target: the tokens (B, n), their positions (B, n), -1 for those that are not kept, and
+        the features."""
         if block == 1:
             return ()
         places = torch.where(slot[:ids.shape[1]] < count[:, None], start[:, None] + slot[:ids.shape[1]], -1)
         return (ids, places) if features is None else (ids, places, features)
 
     def draft(anchor, length, made, *unread, size=block, end=None):
-        """-> drafts (B, size - 1); what they were drawn from, q (B, size - 1, V); and how likely each was to be kept, before it was drawn (B, size - 1)."""
+        """-> drafts (B, size - 1); what they were drawn from, q (B, size - 1, V); and how likely each was to be kept, before it was drawn
+        (B, size - 1)."""
         def pick(logits, first):
             if u is None:
                 return logits.argmax(-1), logits
@@ -353,7 +360,7 @@ def cycles(target, drafter, prompts, max_new_tokens, *, block_size=None, tempera
     yield Cycle(no_drafts, made - 1, anchor, done)
     done = torch.isin(anchor, stops) | (made >= most)
 
-    n, recent = block, []                                                        # recent: what `pace` has not learned from yet: cycle, tokens read, confidence, gain
+    n, recent = block, []                                                        # what `pace` has not learned from: cycle, tokens read, confidence, gain
     for cycle in range(max_new_tokens - 1):                                      # each cycle makes at least one token
         if not seldom or cycle % CHECK_EVERY == 0:
             if bool(done.all()):
@@ -414,14 +421,16 @@ def check(target, prompts, max_new_tokens, temperature, top_k, top_p, block_size
             raise UserError(f"{name} = {value} is out of range")
 
 
-def speculative(target, drafter, prompts, max_new_tokens, *, block_size=None, temperature=0.0, top_k=None, top_p=None, stop_ids=(), seed=None, graphs=None):
+def speculative(target, drafter, prompts, max_new_tokens, *, block_size=None, temperature=0.0, top_k=None, top_p=None, stop_ids=(), seed=None,
+                graphs=None):
     """Decodes prompts (one list of token ids a row, of any lengths) with drafter and target. The output is the target's own: token for
     token at temperature 0 (in float32; lower precision may break a tie otherwise), in distribution above.
 
-    block_size: tokens that the target reads a cycle; None: the drafter's; "auto": chosen anew each cycle, see `Pace`. (What it chooses depends on measured times, so
-    above temperature 0 the same seed may then give another text, of the same distribution.)
+    block_size: tokens that the target reads a cycle; None: the drafter's; "auto": chosen anew each cycle, see `Pace`. (What it chooses depends on
+        measured times, so above temperature 0 the same seed may then give another text, of the same distribution.)
     seed: an int (row i draws from the stream of (seed, i)), one int a row, or None.
-    graphs: passes of fixed shapes as one piece: on CUDA (the default there; False for debugging) CUDA graphs, on the CPU compiled code, which pays in long work only.
+    graphs: passes of fixed shapes as one piece: on CUDA (the default there; False for debugging) CUDA graphs, on the CPU compiled code, which pays
+        in long work only.
     Returns a Generation; UserError for bad input.
     """
     watch, stop_ids = Stopwatch(target.device), set(stop_ids)
@@ -462,9 +471,9 @@ def distinct4(rows):
 def benchmark(target, methods, prompts, max_new_tokens, temperatures=(0.0, 1.0), stop_ids=(), seed=0, progress=None, **how):
     """Plain decoding and every other method on the same prompts, one at a time, in turn, in one run.
 
-    methods: {name: (drafter, block_size)}; prompts: {domain: rows of ids}; how: top_k, top_p, graphs. Times are whole calls, prefill included: ms_per_token is the
-    median over prompts, speedup the median over prompts of (plain ms a token / this ms a token). Returns report rows and the histograms
-    of acceptance lengths {(method, temperature): Counter}.
+    methods: {name: (drafter, block_size)}; prompts: {domain: rows of ids}; how: top_k, top_p, graphs. Times are whole calls, prefill included:
+    ms_per_token is the median over prompts, speedup the median over prompts of (plain ms a token / this ms a token). Returns report rows and the
+    histograms of acceptance lengths {(method, temperature): Counter}.
     """
     results, histograms = [], {}
     methods = {"autoregressive": (None, None), **methods}
@@ -513,8 +522,8 @@ def cycle_ms(target, drafter, prompt, block_size, **how):
 
 
 def sweep(target, drafter, prompts, progress, **how):
-    """What decoding costs as it grows, in milliseconds of one cycle (medians): over the block size, over the context, and tokens a second over the batch.
-    prompts: rows of ids; their text, repeated, makes the longer contexts. Returns {"block_size": rows, "context": rows, "batch": rows}."""
+    """What decoding costs as it grows, in milliseconds of one cycle (medians): over the block size, over the context, and tokens a second over the
+    batch. prompts: rows of ids; their text, repeated, makes the longer contexts. Returns {"block_size": rows, "context": rows, "batch": rows}."""
     text = [token for row in prompts for token in row]
     block, limit = drafter.config.block_size, target.config.max_position_embeddings
     found = {"block_size": [], "context": [], "batch": []}
@@ -546,10 +555,12 @@ def sweep(target, drafter, prompts, progress, **how):
 def show_sweep(found):
     """The sweep as tables with bars."""
     lines = []
-    for key, columns in (("block_size", ("draft_ms", "verify_ms")), ("context", ("draft_ms", "verify_ms")), ("batch", ("autoregressive", "speculative", "auto"))):
+    for key, columns in (("block_size", ("draft_ms", "verify_ms")), ("context", ("draft_ms", "verify_ms")),
+                         ("batch", ("autoregressive", "speculative", "auto"))):
         most = max(row[c] or 0 for row in found[key] for c in columns)
-        lines += ["", {"block_size": "block size: milliseconds of one pass (context 64)", "context": f"context: milliseconds of one pass (block {found['context'][0]['block_size']}), "
-                       "and the KV caches", "batch": "batch: tokens a second, all rows together"}[key]]
+        lines += ["", {"block_size": "block size: milliseconds of one pass (context 64)",
+                       "context": f"context: milliseconds of one pass (block {found['context'][0]['block_size']}), and the KV caches",
+                       "batch": "batch: tokens a second, all rows together"}[key]]
         for row in found[key]:
             memory = f"   target {row['target_cache_bytes'] / 2**20:.2f} MiB, drafter {row['drafter_cache_bytes'] / 2**20:.2f} MiB" if key == "context" else ""
             for i, c in enumerate(columns):
@@ -644,7 +655,8 @@ def on_host(log, device):
 
 
 def stream(target, drafter, tokenizer, text, prompt, max_new_tokens, stop_ids, show, **how):
-    """Prints text, and what follows the prompt's ids as it is decoded. show: accepted drafts in green, the bonus token in blue, the rejected rest struck out in grey."""
+    """Prints text, and what follows the prompt's ids as it is decoded. show: accepted drafts in green, the bonus token in blue, the rejected rest
+    struck out in grey."""
     began, made, taken = time.perf_counter(), 0, 0
     decoder = codecs.getincrementaldecoder("utf-8")("replace")                    # a character may be spread over two tokens
     for cycle in on_host(cycles(target, drafter, [prompt], max_new_tokens, stop_ids=stop_ids, **how), target.device):
@@ -684,12 +696,14 @@ def parser():
     p.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default: 0; --bench: 0 and 1)")
     p.add_argument("--top-k", type=int, metavar="K")
     p.add_argument("--top-p", type=float, metavar="P")
-    p.add_argument("--block-size", type=size_or_auto, default="auto", metavar="B", help="tokens that the target reads a cycle; auto: chosen anew each cycle, down to plain decoding (default)")
+    p.add_argument("--block-size", type=size_or_auto, default="auto", metavar="B",
+                   help="tokens that the target reads a cycle; auto: chosen anew each cycle, down to plain decoding (default)")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--prompts", type=int, default=8, metavar="N", help="--bench: prompts a domain")
     p.add_argument("--prompt-tokens", type=int, default=64, metavar="N", help="--bench: tokens a prompt")
     p.add_argument("--device", help="cpu, cuda, ... (default: cuda where there is one)")
-    p.add_argument("--graphs", action=argparse.BooleanOptionalAction, help="passes of fixed shapes as one piece: CUDA graphs (the default on CUDA), or on the CPU compiled code (a minute's wait the first time)")
+    p.add_argument("--graphs", action=argparse.BooleanOptionalAction,
+                   help="passes of fixed shapes as one piece: CUDA graphs (the default on CUDA), or on the CPU compiled code (a minute's wait the first time)")
     p.add_argument("--dtype", choices=DTYPES, help="default: the files' own")
     return p
 
@@ -700,7 +714,8 @@ def size_or_auto(text):
 
 def run_benchmark(out, target, drafters, tokenizer, prompts_file, *, prompts, prompt_tokens, max_new_tokens, temperatures=(0.0, 1.0),
                   block_size="auto", seed=0, sweeping=False, **how):
-    """Benchmarks, prints the table, writes out/report.json. drafters: {method: drafter}, each measured at its own block size and, for "auto", with that as well."""
+    """Benchmarks, prints the table, writes out/report.json. drafters: {method: drafter}, each measured at its own block size and, for "auto", with
+    that as well."""
     Path(out).mkdir(parents=True, exist_ok=True)
     rows = read_prompts(prompts_file, tokenizer, prompt_tokens, prompts)
     methods = {name: (drafter, None if block_size == "auto" else block_size) for name, drafter in drafters.items()}
@@ -779,8 +794,8 @@ def main(argv=None):
     else:
         text = args.prompt.encode("utf-8", "replace").decode()
         entry = {"messages": [{"role": "user", "content": text}]} if args.chat else {"prompt": text}
-        stream(target, opened[0] if opened else None, tokenizer, "" if args.chat else text, encode_prompt(entry, tokenizer, None), args.max_new_tokens, stop_tokens(target, tokenizer), args.show,
-               temperature=args.temperature or 0.0, **how)
+        stream(target, opened[0] if opened else None, tokenizer, "" if args.chat else text, encode_prompt(entry, tokenizer, None), args.max_new_tokens,
+               stop_tokens(target, tokenizer), args.show, temperature=args.temperature or 0.0, **how)
 
 
 def run_command(main):

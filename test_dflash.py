@@ -1124,9 +1124,12 @@ def data(tmp_path_factory):
     return folder
 
 
+def command_line(script, *flags, launcher=(sys.executable,)):
+    return [*launcher, str(HERE / script), *map(str, flags)]
+
+
 def run_train(*flags, launcher=(sys.executable,), check=True):
-    command = [*launcher, str(HERE / "train.py"), *map(str, flags)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=HERE, env=ONE_THREAD)
+    done = subprocess.run(command_line("train.py", *flags, launcher=launcher), capture_output=True, text=True, cwd=HERE, env=ONE_THREAD)
     assert not check or done.returncode == 0, done.stderr
     return done
 
@@ -1163,7 +1166,7 @@ def killed_run(data, out):
     """Killed twice, inside the target's and the drafter's training, then finished."""
     flags = ["--data", data, "--out", out, *TINY]
     for stage in ("target", "drafter"):
-        process = subprocess.Popen([sys.executable, HERE / "train.py", *flags, "--resume"], stderr=subprocess.PIPE, stdout=subprocess.PIPE, cwd=HERE, env=ONE_THREAD)
+        process = subprocess.Popen(command_line("train.py", *flags, "--resume"), stderr=subprocess.PIPE, stdout=subprocess.PIPE, cwd=HERE, env=ONE_THREAD)
         checkpoint = out / f"{stage}.checkpoint.safetensors"
         while not checkpoint.exists():
             assert process.poll() is None, process.stderr.read()
@@ -1192,6 +1195,12 @@ def gpu_preset(data, out):
               "--batch", "4", "--responses", "16", "--response-batch", "8", "--response-tokens", "24", "--prompt-tokens", "8", "--anchors", "4", "--draft-layers", "1", "--draft-batch", "4",
               "--block-size", "4", "--target-minutes", "0.02", "--response-minutes", "0.02", "--drafter-minutes", "0.02", "--prompts", "1"]
     run_train("--preset", "gpu", "--data", data, "--out", out, *shrink, *([] if torch.cuda.is_available() else ["--device", "cpu"]))
+    how = ["--out", out, "--prompt", "the target", "--block-size", "3", "--temperature", "0.8", "--max-new-tokens", "60"]
+    env = {**ONE_THREAD, "TORCHINDUCTOR_CACHE_DIR": str(out / "compiled")}                         # empty: nothing compiled before serves it
+    for flag in ("--graphs", "--no-graphs"):
+        done = subprocess.run(command_line("decode.py", *how, flag), capture_output=True, text=True, env=env)
+        assert done.returncode == 0, done.stderr
+        (out / flag).write_text(done.stdout)
     return out
 
 
@@ -1307,6 +1316,13 @@ def test_two_processes_train_the_same_weights(two_processes):
 def test_the_gpu_preset_shrunk(gpu_preset):
     plan = json.loads((gpu_preset / "plan.json").read_text())
     assert plan["target"] >= 20 and plan["drafter"] >= 20 and plan["response_parts"] >= 1
+
+
+def test_graphs_on_the_command_line(gpu_preset):
+    """CUDA graphs, or on the CPU the C++ compiler's code, print what eager passes do."""
+    text = (gpu_preset / "--graphs").read_text()
+    assert text == (gpu_preset / "--no-graphs").read_text() and text.startswith("the target") and len(text) > 60
+    assert torch.cuda.is_available() or len([*gpu_preset.glob("compiled/**/*.main.so")]) == 2, "a draft and a verification"
 
 
 TEMPLATE = ("{{ bos_token }}{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] | trim }}<|im_end|>\n{% endfor %}"
@@ -1479,7 +1495,7 @@ def test_a_nan_loss_stops_and_keeps_the_checkpoint(tmp_path):
 
 
 def test_command_line_errors_are_one_line(tmp_path):
-    done = subprocess.run([sys.executable, str(HERE / "decode.py"), "--out", str(tmp_path), "--prompt", "x"], capture_output=True, text=True)
+    done = subprocess.run(command_line("decode.py", "--out", tmp_path, "--prompt", "x"), capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "config.json" in done.stderr
 
 
