@@ -541,14 +541,14 @@ def sweep(target, drafter, prompts, progress, **how):
         found["context"].append({"context": context, "block_size": block, **behind(context, block),
                                  "target_cache_bytes": caches[0].nbytes, "drafter_cache_bytes": caches[1].nbytes})
     for batch in (1, 4, 16, 64):
-        rows = [prompts[i % len(prompts)] for i in range(batch)]
-        entry = {"batch": batch}
-        for method, d, size in (("autoregressive", None, None), ("speculative", drafter, None), ("auto", drafter, "auto")):
-            progress(f"batch of {batch}, {method}")
-            began = time.perf_counter()
-            out = speculative(target, d, rows, 64, block_size=size, **how)
-            entry[method] = sum(map(len, out.tokens)) / (time.perf_counter() - began)
-        found["batch"].append(entry)
+        rows, seconds = [prompts[i % len(prompts)] for i in range(batch)], {"autoregressive": [], "speculative": [], "auto": []}
+        for _ in range(3):
+            progress(f"batch of {batch}")
+            for method, d, size in (("autoregressive", None, None), ("speculative", drafter, None), ("auto", drafter, "auto")):
+                began = time.perf_counter()
+                speculative(target, d, rows, 64, block_size=size, **how)
+                seconds[method].append(time.perf_counter() - began)
+        found["batch"].append({"batch": batch, **{method: 64 * batch / median(times) for method, times in seconds.items()}})
     return found
 
 
