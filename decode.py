@@ -133,6 +133,7 @@ class Captured:
     the third on it is one thing to the host instead of hundreds of operators: on CUDA a captured graph, elsewhere compiled code."""
 
     seen = Counter()                                                             # compiled code, unlike a graph, serves later calls of `cycles` too
+    prepared = 0                                                                 # captures and compilations so far: such a cycle's time tells nothing
 
     def __init__(self, function, device):
         self.function, self.graphs, self.cuda = function, {}, device.type == "cuda"
@@ -146,6 +147,7 @@ class Captured:
         self.calls[shapes] += 1
         if self.calls[shapes] <= 2:
             return self.function(*args)
+        Captured.prepared += self.calls[shapes] == 3
         if not self.cuda:
             return self.compiled(*args)
         if shapes not in self.graphs:
@@ -340,7 +342,7 @@ def cycles(target, drafter, prompts, max_new_tokens, *, block_size=None, tempera
             stopped |= (torch.isin(drafts, stops) & (slot[:n - 1] < accepted[:, None])).any(1)
         return accepted, bonus, length + count, made, done | stopped | (made >= most), *context(ids, length, count, features)
 
-    next_draft = draft                                                           # the first one also reads the prompt: shapes that hardly come back
+    draft_as_it_is = draft
     if graphs:
         draft, verify = Captured(draft, device), Captured(verify, device)
 
@@ -373,7 +375,7 @@ def cycles(target, drafter, prompts, max_new_tokens, *, block_size=None, tempera
             recent = []
         longest = 0 if fixed else int(length.max())
         drafting = block > 1 and (not pace or pace.drafting)
-        drafts, q, confidence = no_drafts, no_q, None
+        drafts, q, confidence, prepared = no_drafts, no_q, None, Captured.prepared
         watch.mark()
         if drafting:
             drafter_cache = drafter_cache or KVCache(drafter.config.layers, B, capacity + 1, device, target.dtype)
@@ -383,8 +385,9 @@ def cycles(target, drafter, prompts, max_new_tokens, *, block_size=None, tempera
             if fixed and (more := -parts[0].shape[1] % block):                   # behind some plain cycles: few shapes
                 parts = [torch.cat((x, x[:, :1].expand(-1, more, *x.shape[2:])), 1) for x in parts]
                 parts[1][:, -more:] = -1
-            drafts, q, confidence = next_draft(anchor, length, made, *parts, **({} if fixed else {"size": size, "end": longest + size}))
-            unread, next_draft = [], draft
+            run = draft if parts[0].shape[1] == block else draft_as_it_is        # behind the prompt or many plain cycles: shapes that hardly come back
+            drafts, q, confidence = run(anchor, length, made, *parts, **({} if fixed else {"size": size, "end": longest + size}))
+            unread = []
             if pace:
                 behind = made.masked_fill(done, max_new_tokens)                  # (B,): the row that is furthest behind counts
                 confidence = confidence[behind.argmin(0, keepdim=True)]
@@ -395,7 +398,7 @@ def cycles(target, drafter, prompts, max_new_tokens, *, block_size=None, tempera
         watch.mark()
         yield Cycle(drafts, accepted, bonus, done)
         anchor, (length, made, done, *read) = bonus, state
-        if pace:
+        if pace and prepared == Captured.prepared:
             recent.append((cycle, drafts.shape[1] + 1, confidence, made.masked_fill(done, max_new_tokens).min() - behind.min() if drafting else None))
         kept = drafts.shape[1] + 1 if fixed else int(accepted.max()) + 1
         unread.append([x[:, :kept] for x in read])
