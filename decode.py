@@ -230,8 +230,9 @@ class Pace:
         elif self.rows > 1:                                                      # the first draft also reads the prompt: one row's does not count
             self.draft_ms.append(min(draft_ms, verify_ms))
         expected, weight = self.expected[n], max(0.2, 1 / self.drafted)          # a mean at first
-        self.power = min(max(self.power * math.exp(0.05 * (expected - min(gain, n))), 0.1), 100.0)
-        self.tokens += weight * ((expected if self.rows == 1 else gain) - self.tokens)    # one row's gain varies more than what it expects
+        self.power = min(max(self.power * math.exp(0.25 * weight * (expected - min(gain, n))), 0.1), 100.0)
+        gave = (expected + self.rows * gain) / (1 + self.rows)                   # one row's gain varies more than the slowest one's of many
+        self.tokens += weight * (gave - self.tokens)
         self.ms += weight * (median(self.verify_ms[n]) - self.ms)
         # Tokens that plain cycles make in that time, less its own. A tie goes on, and a narrow win too, once there are plain cycles enough to tell.
         lost = 0.98 * self.drafted_ms() / median(self.verify_ms[1]) - self.tokens
