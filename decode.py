@@ -182,7 +182,8 @@ class Pace:
         self.draft_ms, self.verify_ms = deque(maxlen=8), {}                      # recent ones; by tokens read; their median counts
         self.tokens, self.ms = 0.0, 0.0                                          # what reading drafts gave and took, moving averages
         self.power = 0.45                                                        # measured at both temperatures
-        self.wait, self.patience = 1.0, self.least_patience()                    # for so many plain cycles; how many for each token lost
+        self.least = min(5.0 * rows, 65.0)                                       # a row's bad draft may be an accident; the slowest of many has few good ones
+        self.wait, self.patience = 1.0, self.least                               # for so many plain cycles; how many for each token lost
         self.drafted, self.chosen = 0, 3                                         # how often; how many tokens were read behind the last draft
 
     @property
@@ -214,10 +215,6 @@ class Pace:
         """What a cycle with a draft takes."""
         return self.ms + (median(self.draft_ms) or 0)
 
-    def least_patience(self):
-        """One row's bad draft may be an accident. The slowest of many rows seldom has a good one."""
-        return min(5.0 * self.rows, 65.0)
-
     def update(self, n, draft_ms, verify_ms, gain):
         """What a cycle took, and by how many tokens the slowest row is further; gain None: a plain cycle."""
         self.verify_ms.setdefault(n, deque(maxlen=8)).append(verify_ms)
@@ -237,7 +234,7 @@ class Pace:
         # Tokens that plain cycles make in that time, less its own. A tie goes on, and a narrow win too, once there are plain cycles enough to tell.
         lost = 0.98 * self.drafted_ms() / median(self.verify_ms[1]) - self.tokens
         close = -lost < 0.25 * self.tokens and len(self.verify_ms[1]) < 8
-        self.patience = self.least_patience() if lost <= 0 else min(1.4 * self.patience, 65.0)
+        self.patience = self.least if lost <= 0 else min(1.4 * self.patience, 65.0)
         # What loses much won't pay soon; but the first times may be accidents.
         self.wait = min(max(self.patience * lost * max(lost, 1), close), self.rows * 4 ** self.drafted)
 
@@ -483,7 +480,7 @@ def benchmark(target, methods, prompts, max_new_tokens, temperatures=(0.0, 1.0),
     methods = {"autoregressive": (None, None), **methods}
     for temperature in temperatures:
         for drafter, size in methods.values():                                   # warm-up: compilation, allocation, threads
-            for _ in range(3):
+            for _ in range(3):                                                   # or until nothing is left to compile
                 prepared = Captured.prepared
                 speculative(target, drafter, next(iter(prompts.values()))[:1], max_new_tokens, block_size=size, temperature=temperature, seed=[seed], **how)
                 if prepared == Captured.prepared:
