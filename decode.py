@@ -147,10 +147,14 @@ class Captured:
         self.calls[shapes] += 1
         if self.calls[shapes] <= 2:
             return self.function(*args)
-        Captured.prepared += self.calls[shapes] == 3
         if not self.cuda:
-            return self.compiled(*args)
+            stats = torch._dynamo.utils.counters["stats"]                        # PyTorch decides: another temperature needs other code, too
+            before = stats["unique_graphs"]
+            outputs = self.compiled(*args)
+            Captured.prepared += stats["unique_graphs"] > before
+            return outputs
         if shapes not in self.graphs:
+            Captured.prepared += 1
             inputs, graph = [arg.clone() for arg in args], torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 outputs = self.function(*inputs)

@@ -657,12 +657,15 @@ def test_compiled_passes_decode_what_eager_ones_do(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, dynamic, options: torch_compile(function, dynamic=dynamic, backend="aot_eager"))
     target, drafter = make_pair(vocab=5, mask=4, layers=2)                                        # so few tokens that random drafts are often kept
     graphs_of = torch._dynamo.utils.counters["stats"]
-    before = graphs_of["unique_graphs"]
+    before, prepared = graphs_of["unique_graphs"], decode.Captured.prepared
     for most in (40, 30):
         how = {"temperature": 0.8, "top_p": 0.9, "seed": 3, "block_size": 5}
         out, eager = (speculative(target, drafter, [[1, 2, 3], [0] * 9], most, graphs=graphs, **how) for graphs in (True, False))
         assert out.tokens == eager.tokens and out.tau > 1.1 and out.acceptance_lengths == eager.acceptance_lengths
         assert graphs_of["unique_graphs"] == before + 2, "a draft and a verification, compiled once"
+        assert decode.Captured.prepared == prepared + 2
+    speculative(target, drafter, [[1, 2, 3], [0] * 9], 40, graphs=True, block_size=5)             # greedy: the same shapes, other code
+    assert decode.Captured.prepared == prepared + 4
     monkeypatch.setattr(decode, "has_compiler", lambda: False)
     with pytest.raises(UserError, match="compiler"):
         speculative(target, drafter, [[1]], 4, graphs=True)
@@ -1128,10 +1131,14 @@ def command_line(script, *flags, launcher=(sys.executable,)):
     return [*launcher, str(HERE / script), *map(str, flags)]
 
 
-def run_train(*flags, launcher=(sys.executable,), check=True):
-    done = subprocess.run(command_line("train.py", *flags, launcher=launcher), capture_output=True, text=True, cwd=HERE, env=ONE_THREAD)
+def run_script(script, *flags, launcher=(sys.executable,), check=True, env=ONE_THREAD):
+    done = subprocess.run(command_line(script, *flags, launcher=launcher), capture_output=True, text=True, cwd=HERE, env=env)
     assert not check or done.returncode == 0, done.stderr
     return done
+
+
+def run_train(*flags, **how):
+    return run_script("train.py", *flags, **how)
 
 
 BESIDE = {}
@@ -1198,9 +1205,7 @@ def gpu_preset(data, out):
     how = ["--out", out, "--prompt", "the target", "--block-size", "3", "--temperature", "0.8", "--max-new-tokens", "60"]
     env = {**ONE_THREAD, "TORCHINDUCTOR_CACHE_DIR": str(out / "compiled")}                         # empty: nothing compiled before serves it
     for flag in ("--graphs", "--no-graphs"):
-        done = subprocess.run(command_line("decode.py", *how, flag), capture_output=True, text=True, env=env)
-        assert done.returncode == 0, done.stderr
-        (out / flag).write_text(done.stdout)
+        (out / flag).write_text(run_script("decode.py", *how, flag, env=env).stdout)
     return out
 
 
@@ -1495,7 +1500,7 @@ def test_a_nan_loss_stops_and_keeps_the_checkpoint(tmp_path):
 
 
 def test_command_line_errors_are_one_line(tmp_path):
-    done = subprocess.run(command_line("decode.py", "--out", tmp_path, "--prompt", "x"), capture_output=True, text=True)
+    done = run_script("decode.py", "--out", tmp_path, "--prompt", "x", check=False)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "config.json" in done.stderr
 
 
