@@ -32,6 +32,7 @@ from model import DTYPES, KVCache, Tokenizer, Transformer, UserError, write_json
 
 PREFILL = 512      # tokens of a prompt that are read at once: on the CPU the mask, PREFILL x context, would otherwise outgrow the cache
 CHECK_EVERY = 8    # cycles between two looks at the results on CUDA: each look makes the host wait for the device
+SAMPLES = 3        # texts that the benchmark draws of a prompt above temperature 0: they decide what a draft gains, and one of 8 prompts is all noise
 
 
 # ---- sampling ----------------------------------------------------------------------------------------------------------------
@@ -473,11 +474,16 @@ def distinct4(rows):
     return sum(len(set(row)) for row in grams) / total if total else 1.0
 
 
+def samples(temperature):
+    """How often the benchmark decodes a prompt."""
+    return SAMPLES if temperature > 0 else 1
+
+
 def benchmark(target, methods, prompts, max_new_tokens, temperatures=(0.0, 1.0), stop_ids=(), seed=0, progress=None, **how):
-    """Plain decoding and every other method on the same prompts, one at a time, in turn, in one run.
+    """Plain decoding and every other method on the same prompts, one at a time, in turn, in one run; above temperature 0 SAMPLES times each.
 
     methods: {name: (drafter, block_size)}; prompts: {domain: rows of ids}; how: top_k, top_p, graphs. Times are whole calls, prefill included:
-    ms_per_token is the median over prompts, speedup the median over prompts of (plain ms a token / this ms a token). Returns report rows and the
+    ms_per_token is the median over calls, speedup the median over calls of (plain ms a token / this ms a token). Returns report rows and the
     histograms of acceptance lengths {(method, temperature): Counter}.
     """
     results, histograms = [], {}
@@ -489,9 +495,9 @@ def benchmark(target, methods, prompts, max_new_tokens, temperatures=(0.0, 1.0),
                 speculative(target, drafter, next(iter(prompts.values()))[:1], max_new_tokens, block_size=size, temperature=temperature, seed=[seed], **how)
                 if prepared == Captured.prepared:
                     break
-        runs = {(domain, method): [] for domain in prompts for method in methods}   # (ms a token, Generation) for each prompt
+        runs = {(domain, method): [] for domain in prompts for method in methods}   # (ms a token, Generation) for each call
         for domain, rows in prompts.items():
-            for i, prompt in enumerate(rows):
+            for i, prompt in enumerate(rows * samples(temperature)):
                 for method, (drafter, size) in methods.items():
                     began = time.perf_counter()
                     out = speculative(target, drafter, [prompt], max_new_tokens, block_size=size, temperature=temperature, stop_ids=stop_ids, seed=[seed + i], **how)
@@ -505,7 +511,7 @@ def benchmark(target, methods, prompts, max_new_tokens, temperatures=(0.0, 1.0),
                 histograms[method, temperature] = lengths                        # the last domain is all of them
                 tokens = [out.tokens[0] for _, out in run]
                 results.append({
-                    "domain": domain, "method": method, "temperature": temperature, "prompts": len(run), "tokens": sum(map(len, tokens)),
+                    "domain": domain, "method": method, "temperature": temperature, "prompts": len(run) // samples(temperature), "tokens": sum(map(len, tokens)),
                     "tau": sum(n * times for n, times in lengths.items()) / max(1, lengths.total()),
                     "ms_per_token": median([ms for ms, _ in run]),
                     "speedup": median([plain / ms for (plain, _), (ms, _) in zip(pooled["autoregressive"], run)]),
@@ -730,7 +736,7 @@ def run_benchmark(out, target, drafters, tokenizer, prompts_file, *, prompts, pr
     methods = {name: (drafter, None if block_size == "auto" else block_size) for name, drafter in drafters.items()}
     if block_size == "auto":
         methods |= {f"{name} auto": (drafter, "auto") for name, drafter in drafters.items()}
-    with tqdm(total=len(temperatures) * sum(map(len, rows.values())), desc="benchmark", unit="prompt") as bar:
+    with tqdm(total=sum(map(samples, temperatures)) * sum(map(len, rows.values())), desc="benchmark", unit="prompt") as bar:
         def progress(what):
             bar.set_postfix_str(what, refresh=False)
             bar.update()

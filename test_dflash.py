@@ -1222,6 +1222,8 @@ def test_the_whole_path(finished_run, data, capsys):
     assert all(keys <= row.keys() for row in report["results"])
     assert {(row["domain"], row["method"], row["temperature"]) for row in report["results"]} == set(itertools.product(("text",), ("autoregressive", "dflash", "dflash auto"), (0.0, 1.0)))
     assert all(row["identical"] == 1 for row in report["results"] if row["temperature"] == 0)
+    tokens = {row["temperature"]: row["tokens"] for row in report["results"]}                      # sampled texts are measured more often
+    assert len({row["prompts"] for row in report["results"]}) == 1 and tokens[1.0] > 2 * tokens[0.0]
     log = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     losses = {stage: [entry["loss"] for entry in log if entry["stage"] == stage] for stage in ("target", "drafter")}
     assert losses["target"][-1] < losses["target"][0] - 0.5 and losses["drafter"][-1] < losses["drafter"][0] - 0.05
