@@ -184,7 +184,8 @@ class Pace:
 
     def __init__(self, sizes, rows):
         self.sizes, self.rows = sizes, rows                                      # ascending, 1 first, the whole block last; prompts in the batch
-        self.draft_ms, self.verify_ms = deque(maxlen=8), {}                      # recent ones; by tokens read; their median counts
+        self.draft_ms, self.verify_ms = deque(maxlen=8), {}                      # recent ones; by tokens read
+        self.draft_cost, self.cost = 0.0, {}                                     # their medians
         self.tokens, self.ms = 0.0, 0.0                                          # what reading drafts gave and took, moving averages
         self.power = 0.45                                                        # measured at both temperatures
         self.least = min(5.0 * rows, 65.0)                                       # a row's bad draft may be an accident; the slowest of many has few good ones
@@ -208,21 +209,24 @@ class Pace:
             for k, c in enumerate(row, 1):
                 kept *= c ** self.power                                          # that drafts 1..k are all kept
                 expected[k] += kept
-        self.expected = dict(enumerate(itertools.accumulate(expected), 1))
-        known = sorted(self.verify_ms)                                           # between two measured sizes lies a line
-        cost = dict(zip(self.sizes, np.interp(self.sizes, known, [median(self.verify_ms[n]) for n in known]).tolist()))
-        rate = max(1 / cost[1], self.tokens / self.drafted_ms() if self.drafted else 0)
-        worth = {n: self.expected[n] - rate * cost[n] for n in self.sizes if n in self.expected}    # less what the time would give elsewhere
+        self.expected = list(itertools.accumulate(expected))                     # [tokens read - 1]
+        rate = max(1 / self.cost[1], self.tokens / (self.ms + self.draft_cost) if self.drafted else 0)
+        worth = {n: self.expected[n - 1] - rate * self.cost_of(n) for n in self.sizes if n <= len(expected)}    # less what the time would give elsewhere
         self.chosen = max(worth, key=worth.get)
         return self.chosen
 
-    def drafted_ms(self):
-        """What a cycle with a draft takes."""
-        return self.ms + (median(self.draft_ms) or 0)
+    def cost_of(self, n):
+        """Milliseconds of reading n tokens: between two measured sizes lies a line."""
+        if n in self.cost:
+            return self.cost[n]
+        below = max(m for m in self.cost if m < n)                               # 1 at least: the first cycle's
+        above = min((m for m in self.cost if m > n), default=below)
+        return self.cost[below] + (self.cost[above] - self.cost[below]) * (n - below) / max(1, above - below)
 
     def update(self, n, draft_ms, verify_ms, gain):
         """What a cycle took, and by how many tokens the slowest row is further; gain None: a plain cycle."""
         self.verify_ms.setdefault(n, deque(maxlen=8)).append(verify_ms)
+        self.cost[n] = median(self.verify_ms[n])
         if gain is None:
             self.wait -= 1
             return
@@ -231,13 +235,14 @@ class Pace:
             self.draft_ms.append(draft_ms)
         elif self.rows > 1:                                                      # the first draft also reads the prompt: one row's does not count
             self.draft_ms.append(min(draft_ms, verify_ms))
-        expected, weight = self.expected[n], max(0.2, 1 / self.drafted)          # a mean at first
+        self.draft_cost = median(self.draft_ms) or 0.0
+        expected, weight = self.expected[n - 1], max(0.2, 1 / self.drafted)      # a mean at first
         self.power = min(max(self.power * math.exp(0.25 * weight * (expected - min(gain, n))), 0.1), 100.0)
         gave = (expected + self.rows * gain) / (1 + self.rows)                   # one row's gain varies more than the slowest one's of many
         self.tokens += weight * (gave - self.tokens)
-        self.ms += weight * (median(self.verify_ms[n]) - self.ms)
+        self.ms += weight * (self.cost[n] - self.ms)
         # Tokens that plain cycles make in that time, less its own. A tie goes on, and a narrow win too, once there are plain cycles enough to tell.
-        lost = 0.98 * self.drafted_ms() / median(self.verify_ms[1]) - self.tokens
+        lost = 0.98 * (self.ms + self.draft_cost) / self.cost[1] - self.tokens
         close = -lost < 0.25 * self.tokens and len(self.verify_ms[1]) < 8
         self.patience = self.least if lost <= 0 else min(1.4 * self.patience, 65.0)
         # What loses much won't pay soon; but the first times may be accidents.
@@ -373,8 +378,8 @@ def cycles(target, drafter, prompts, max_new_tokens, *, block_size=None, tempera
             if pace:
                 if seldom and (known := [seen for _, _, seen, _ in recent if seen is not None]):
                     n = pace.choose(torch.cat(known).tolist())
-                for i, read, seen, gain in recent:
-                    pace.update(read, *watch.cycle(i), None if seen is None else gain.item())
+                for i, read, _, gain in recent:
+                    pace.update(read, *watch.cycle(i), None if gain is None else gain.item())
             recent = []
         longest = 0 if fixed else int(length.max())
         drafting = block > 1 and (not pace or pace.drafting)
@@ -392,8 +397,9 @@ def cycles(target, drafter, prompts, max_new_tokens, *, block_size=None, tempera
             drafts, q, confidence = run(anchor, length, made, *parts, **({} if fixed else {"size": size, "end": longest + size}))
             unread = []
             if pace:
-                behind = made.masked_fill(done, max_new_tokens)                  # (B,): the row that is furthest behind counts
-                confidence = confidence[behind.argmin(0, keepdim=True)]
+                if B > 1:                                                        # the row that is furthest behind counts
+                    behind = made.masked_fill(done, max_new_tokens)              # (B,)
+                    confidence = confidence[behind.argmin(0, keepdim=True)]
                 n = n if seldom else pace.choose(confidence.tolist())
             drafts, q = drafts[:, :n - 1], q[:, :n - 1]
         watch.mark()
@@ -402,7 +408,10 @@ def cycles(target, drafter, prompts, max_new_tokens, *, block_size=None, tempera
         yield Cycle(drafts, accepted, bonus, done)
         anchor, (length, made, done, *read) = bonus, state
         if pace and prepared == Captured.prepared:
-            recent.append((cycle, drafts.shape[1] + 1, confidence, made.masked_fill(done, max_new_tokens).min() - behind.min() if drafting else None))
+            gain = None
+            if drafting:
+                gain = accepted + 1 if B == 1 else made.masked_fill(done, max_new_tokens).min() - behind.min()
+            recent.append((cycle, drafts.shape[1] + 1, confidence, gain))
         kept = drafts.shape[1] + 1 if fixed else int(accepted.max()) + 1
         unread.append([x[:, :kept] for x in read])
 

@@ -614,11 +614,12 @@ class Wandering(decode.Pace):
 
     def __init__(self, sizes, rows):
         super().__init__(sizes, rows)
-        self.wait, self.verify_ms, self.random = 0, {1: [1.0]}, random.Random(0)
+        self.random = random.Random(0)
+        super().update(1, 0.0, 1.0, None)                                                         # a plain cycle's cost is always known
 
     def choose(self, confidence):
         super().choose(confidence)
-        return self.random.choice([n for n in self.sizes if n in self.expected])
+        return self.random.choice([n for n in self.sizes if n <= len(self.expected)])
 
     def update(self, *seen):
         super().update(*seen)
