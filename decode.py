@@ -241,9 +241,10 @@ class Pace:
         gave = (expected + self.rows * gain) / (1 + self.rows)                   # one row's gain varies more than the slowest one's of many
         self.tokens += weight * (gave - self.tokens)
         self.ms += weight * (self.cost[n] - self.ms)
-        # Tokens that plain cycles make in that time, less its own. A tie goes on, and a narrow win too, once there are plain cycles enough to tell.
-        lost = 0.98 * (self.ms + self.draft_cost) / self.cost[1] - self.tokens
-        close = -lost < 0.25 * self.tokens and len(self.verify_ms[1]) < 8
+        # Tokens that plain cycles make in that time, less its own. A tie goes on, for to change costs, too, and so does a narrow win, once there are
+        # plain cycles enough to tell.
+        lost = 0.96 * (self.ms + self.draft_cost) / self.cost[1] - self.tokens
+        close = -lost < 0.25 * self.tokens and len(self.verify_ms[1]) < 4
         self.patience = self.least if lost <= 0 else min(1.4 * self.patience, 65.0)
         # What loses much won't pay soon; but the first times may be accidents.
         self.wait = min(max(self.patience * lost * max(lost, 1), close), self.rows * 4 ** self.drafted)
