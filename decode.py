@@ -32,7 +32,6 @@ from model import DTYPES, KVCache, Tokenizer, Transformer, UserError, write_json
 
 PREFILL = 512      # tokens of a prompt that are read at once: on the CPU the mask, PREFILL x context, would otherwise outgrow the cache
 CHECK_EVERY = 8    # cycles between two looks at the results on CUDA: each look makes the host wait for the device
-SAMPLES = 3        # texts that the benchmark draws of a prompt above temperature 0: they decide what a draft gains, and one of 8 prompts is all noise
 
 
 # ---- sampling ----------------------------------------------------------------------------------------------------------------
@@ -485,12 +484,12 @@ def distinct4(rows):
 
 
 def samples(temperature):
-    """How often the benchmark decodes a prompt."""
-    return SAMPLES if temperature > 0 else 1
+    """How often the benchmark decodes a prompt. Sampled texts decide what a draft gains, and one of each of 8 prompts is all noise."""
+    return 3 if temperature > 0 else 1
 
 
 def benchmark(target, methods, prompts, max_new_tokens, temperatures=(0.0, 1.0), stop_ids=(), seed=0, progress=None, **how):
-    """Plain decoding and every other method on the same prompts, one at a time, in turn, in one run; above temperature 0 SAMPLES times each.
+    """Plain decoding and every other method on the same prompts, one at a time, in turn, in one run, each as often as `samples` says.
 
     methods: {name: (drafter, block_size)}; prompts: {domain: rows of ids}; how: top_k, top_p, graphs. Times are whole calls, prefill included:
     ms_per_token is the median over calls, speedup the median over calls of (plain ms a token / this ms a token). Returns report rows and the
