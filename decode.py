@@ -4,12 +4,16 @@
     python decode.py --prompt "def zeros(" --show      in colours: accepted drafts, bonus tokens, rejected drafts
     python decode.py --bench                           against plain decoding, on held-out prompts
 
-One cycle (paper, section 3): the drafter fills a block behind the anchor, the target reads the block in one pass, and the longest prefix
-that the target agrees with is kept, plus one token of the target's own, the bonus token, which is the next cycle's anchor.
-Plain decoding is the same loop with a block of one: the anchor alone is read, and its successor is the bonus token.
+One cycle (paper, section 3): the drafter fills a block behind the anchor, the target reads the drafts in one pass and draws its own token
+behind each, and drafts are kept while they equal the target's draws. The first draw that no draft guessed is the bonus token, the next
+cycle's anchor. Plain decoding is the same cycle without drafts: the anchor alone is read, and its successor is the bonus token.
+
+Target and drafter draw with the same noise (see `Sampling` in model.py), a function of seed, row and token index. So the text is the
+target's, token for token, at every temperature and with every way of drafting (Daliri, Musco, Suresh, arXiv:2408.07978).
 """
 import argparse
 import codecs
+import functools
 import itertools
 import json
 import math
@@ -22,89 +26,285 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch
+import torch.nn.functional as F
 from tqdm import tqdm
 
-from drafter import DRAFTERS, load_drafter
+from drafter import DRAFTERS, last_positions, load_drafter, rows_at
 from kernels import allow_recompiling, has_compiler
-from model import DTYPES, KVCache, Tokenizer, Transformer, UserError, write_json
+from model import (DTYPES, KVCache, Sampling, Tokenizer, Transformer, UserError, exponential_noise, stream_keys,
+                   write_json)
 
-PREFILL = 512      # tokens of a prompt that are read at once: on the CPU the mask, PREFILL x context, would otherwise outgrow the cache
-CHECK_EVERY = 8    # cycles between two looks at the results on CUDA: each look makes the host wait for the device
-
-
-# ---- sampling ----------------------------------------------------------------------------------------------------------------
-
-def distribution(logits, temperature, top_k=None, top_p=None):
-    """logits (..., V) -> probabilities (..., V) in float32 after temperature (> 0), then top-k, then top-p (the smallest set of likeliest
-    tokens that reaches top_p)."""
-    logits = logits.float()
-    logits = (logits - logits.amax(-1, keepdim=True)) / max(temperature, 1e-6)   # shifted first: no overflow where it is very cold
-    if top_k is not None and top_k < logits.shape[-1]:
-        logits = logits.masked_fill(logits < logits.topk(top_k, dim=-1).values[..., -1:], float("-inf"))
-    probs = logits.softmax(-1)
-    if top_p is not None and top_p < 1:
-        ordered, index = probs.sort(-1, descending=True)
-        ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= max(top_p, 1e-9), 0.0)
-        probs = torch.zeros_like(probs).scatter_(-1, index, ordered)
-        probs = probs / probs.sum(-1, keepdim=True)
-    return probs
+PREFILL = 512         # tokens of a prompt that are read at once: the mask, PREFILL x context, should not outgrow a CPU's cache
+LOOK_EVERY = 3        # cycles between two looks at the results on CUDA, where each look makes the host wait for the device
+TREE_BUDGET = 32      # the command line's default
+KEPT_BYTES = 2**31    # of the caches of idle Decoders, which later calls of the same shapes reuse
 
 
-def draw(weights, u):
-    """Inverse-CDF draw: weights (..., V) >= 0 with a positive sum, u (...) uniform in [0, 1) -> indices (...). In float64, as are the
-    uniforms, or the sum over a large vocabulary would be too coarse for its tail. Never an index of weight zero."""
-    cdf = weights.double().cumsum(-1)
-    return torch.searchsorted(cdf, (u * cdf[..., -1])[..., None], right=True)[..., 0]
+# ---- what the target reads: a chain of drafts, or a tree ---------------------------------------------------------------------------
+
+class Tree(NamedTuple):
+    """The anchor and the drafts behind it, parents before children. In a chain every node but the last has one child."""
+    tokens: torch.Tensor         # (B, N) int64, the anchor first
+    parent: torch.Tensor         # (B, N) int64, the node before; the anchor's is itself
+    depth: torch.Tensor          # (B, N) int64, how far behind the anchor
+    ancestors: torch.Tensor      # (B, N, N) bool, [b, i, j]: is node j an ancestor of node i, or i itself?
+    probability: torch.Tensor    # (B, N) float32, the drafter's, of all drafts down to this one
+
+    def first(self, n):
+        return Tree(self.tokens[:, :n], self.parent[:, :n], self.depth[:, :n], self.ancestors[:, :n, :n], self.probability[:, :n])
 
 
-def accept_greedy(drafts, logits):
-    """Temperature 0. drafts (B, K), the target's logits (B, K + 1, V) -> how many drafts are kept (B,), and the bonus token (B,)."""
-    best = logits.argmax(-1)                                                     # (B, K + 1)
-    if drafts.shape[1] == 0:
-        return drafts.new_zeros(len(drafts)), best[:, 0]                         # plain decoding
-    accepted = (drafts == best[:, :-1]).cumprod(1).sum(1)
-    return accepted, best.gather(1, accepted[:, None])[:, 0]
+def draft_chain(anchor, weights):
+    """The likeliest token of each slot. anchor (B, 1); weights (B, S, V), the drafter's `Sampling.weights` of its slots. N = S + 1."""
+    best, tokens = weights.max(-1)                                               # (B, S)
+    B, N = len(anchor), weights.shape[1] + 1
+    order = torch.arange(N, device=anchor.device)
+    probability = F.pad((best / weights.sum(-1)).cumprod(1), (1, 0), value=1.0)
+    ancestors = (order[:, None] >= order).expand(B, N, N)
+    return Tree(torch.cat((anchor, tokens), 1), (order - 1).clamp(min=0).expand(B, N), order.expand(B, N), ancestors, probability)
 
 
-def accept_sampled(drafts, q, p, u_accept, u_bonus):
-    """Speculative sampling (Leviathan et al. 2023, algorithm 1): kept tokens and bonus together are distributed exactly as p.
+def draft_tree(anchor, weights, budget):
+    """The `budget` likeliest prefixes of the block (the anchor's, which is certain, among them), best first: N = budget.
 
-    drafts (B, K) drawn from q (B, K, V); the target's p (B, K + 1, V); u_accept (B, K) and u_bonus (B, K + 1) uniform.
-    Draft x is kept with probability min(1, p(x) / q(x)). At the first one that is not, the bonus token comes from
-    norm(max(p - q, 0)); where all are kept, from p itself.
+    One pass of the drafter gives a distribution for each slot, so a prefix's probability is a product over its slots. Level after level
+    the likeliest prefixes grow by one token each; of a level no more than the budget can be among the best (liranringel/ddtree,
+    arXiv:2604.12989). Arguments as in `draft_chain`.
     """
-    if drafts.shape[1] == 0:
-        return drafts.new_zeros(len(drafts)), draw(p[:, 0], u_bonus[:, 0])                # plain decoding
-    at_draft = drafts[..., None]
-    keep = u_accept * q.gather(2, at_draft)[..., 0] < p[:, :-1].gather(2, at_draft)[..., 0]
-    accepted = keep.cumprod(1).sum(1)                                            # (B,)
-    row = torch.arange(len(drafts), device=drafts.device)
-    p_next = p[row, accepted]                                                    # (B, V)
-    q_next = torch.nn.functional.pad(q, (0, 0, 0, 1))[row, accepted]             # 0 behind the last draft: nothing to subtract
-    residual = (p_next - q_next).clamp(min=0)
-    residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p_next)  # p == q to the last bit: only rounding led here
-    return accepted, draw(residual, u_bonus.gather(1, accepted[:, None])[:, 0])
+    B, S, V = weights.shape
+    K = min(budget - 1, V)                                                       # tokens to choose from in a slot
+    W = min(budget - 1, K * K)                                                   # prefixes kept of a level; of the first one K
+    top, tokens = weights.topk(K)                                                # (B, S, K)
+    log_p = (top / weights.sum(-1, keepdim=True)).log()
+    level, scores, choices = log_p.new_zeros(B, 1), [], []
+    for slot in range(S):
+        longer = (level[:, :, None] + log_p[:, slot, None]).flatten(1)           # (B, prefixes * K)
+        level, choice = longer.topk(W if slot else K)
+        scores.append(level)
+        choices.append(choice if slot < 2 else choice + (K + (slot - 2) * W) * K)    # so that choice // K is the parent's place in scores
+    score, choice = torch.cat(scores, 1), torch.cat(choices, 1)                  # (B, candidates), shorter prefixes first
+    # A child is no likelier than its parent, and a stable sort leaves equal ones in order: parents come first, and none is missing.
+    best = score.sort(dim=1, descending=True, stable=True).indices[:, :budget - 1]
+    depth = (best - K + W) // W + 1
+    choice = choice.gather(1, best)
+    node = torch.arange(1, best.shape[1] + 1, device=anchor.device).expand(best.shape)
+    node_at = torch.zeros_like(score, dtype=torch.int64).scatter_(1, best, node)
+    parent = node_at.gather(1, choice // K).masked_fill(depth == 1, 0)
+    parent, depth = F.pad(parent, (1, 0)), F.pad(depth, (1, 0))                  # the anchor in front
+    tokens = tokens.flatten(1).gather(1, (depth[:, 1:] - 1) * K + choice % K)
+    probability = F.pad(score.gather(1, best).exp(), (1, 0), value=1.0)
+    return Tree(torch.cat((anchor, tokens), 1), parent, depth, ancestors_of(parent, S), probability)
 
 
-def uniforms(seed, rows, length):
-    """(rows, length, 3) uniform numbers: for each row, and each new token's index, one for the target's draw, one for the drafter's, one
-    for the acceptance test. Each row has its own stream, so what it gives does not depend on the batch.
+def ancestors_of(parent, depth):
+    """parent (B, N) of a tree at most so deep -> ancestors (B, N, N), see `Tree`."""
+    B, N = parent.shape
+    reach = torch.eye(N, device=parent.device).repeat(B, 1, 1).scatter_(2, parent[..., None], 1.0)
+    for _ in range((depth - 1).bit_length()):                                    # one step up, two, four, ...
+        reach = (reach @ reach).clamp_(max=1.0)
+    return reach > 0
 
-    The numbers belong to the token's index, not to the cycle, and an index is drafted again after a rejection before it. That is
-    exact: a cycle's outcome at one index decides the text only if all indices before it were decided, and those used other numbers.
-    """
-    if seed is None:
-        seed = int(np.random.SeedSequence().entropy % 2**63)
-    if isinstance(seed, (int, np.integer)):
-        seeds = [(seed, row) for row in range(rows)]
-    elif len(seeds := list(seed)) != rows:
-        raise UserError(f"{len(seeds)} seeds for {rows} prompts; give one seed, or one a prompt")
-    return torch.from_numpy(np.stack([np.random.default_rng(s).random((length, 3)) for s in seeds]))
+
+def accept(tree, draws):
+    """The rule: a draft is kept if it equals the target's own draw behind its parent, and its parent was kept. draws: (B, N), the
+    target's token behind each node. -> path (B, N): the kept nodes in order, the anchor first, then the others; num_kept (B,)."""
+    right = (tree.tokens == draws.gather(1, tree.parent)) | (tree.depth == 0)
+    kept = (right[:, None] | ~tree.ancestors).all(-1)                            # (B, N); siblings differ, so it is one path
+    return kept.int().argsort(dim=1, descending=True, stable=True), kept.sum(1)
 
 
 # ---- the loop ------------------------------------------------------------------------------------------------------------------
+
+class Decoder:
+    """Caches and state for a batch of B rows of up to `capacity` tokens, of fixed shapes and changed in place by `draft` and `verify`,
+    which ask nothing of the host. On the CPU these are called, on CUDA captured as graphs at their second call and replayed from then on,
+    also by later calls of the same shapes.
+
+    Each row advances at its own pace: its text is text[b, :length[b] + 1], and the last token of that, at position length[b], is the
+    anchor: drawn by the target, not yet read by it. A rollback is a length that grows by less than was read: what lies in the caches
+    from there on is never seen, and the next cycle writes over it.
+    """
+
+    def __init__(self, target, drafter, batch, capacity, block_size, tree_budget, auto, sampling, stop_ids, compile):
+        device = target.device
+        self.target, self.drafter, self.block_size, self.tree_budget = target, drafter, block_size, tree_budget
+        self.sampling, self.compile, self.device, self.capacity = sampling, compile, device, capacity
+        self.taps = drafter.config.target_layer_ids if drafter else ()
+        self.cache = KVCache(target.config, batch, capacity, device, target.dtype)
+        self.drafter_cache = KVCache(drafter.config.layers, batch, capacity, device, target.dtype) if drafter else None
+        self.features = torch.zeros(batch, capacity, len(self.taps) * target.config.hidden_size, device=device, dtype=target.dtype)
+        self.text = torch.zeros(batch, capacity, dtype=torch.int64, device=device)
+        self.stop_ids = torch.tensor(stop_ids, dtype=torch.int64, device=device)
+        self.keys = torch.zeros(batch, 2, dtype=torch.int32, device=device)      # of the rows' noise
+        self.prompt_length, self.length, self.last = torch.zeros(3, batch, dtype=torch.int64, device=device)    # last: final anchor's position
+        self.finished = torch.zeros(batch, dtype=torch.bool, device=device)
+        self.num_kept = torch.zeros(capacity + LOOK_EVERY, batch, dtype=torch.int64, device=device)    # the log: a row a cycle
+        self.cycle_number = torch.zeros(1, dtype=torch.int64, device=device)
+        self.auto = Auto(min(tree_budget or block_size, 64)) if auto else None
+        self.look_every = LOOK_EVERY if device.type == "cuda" else 1
+        self.graphs, self.calls = {}, Counter()
+        self.warm_up = 2 if device.type == "cuda" else 1                         # calls of a step that are slower than the others
+
+    # -- one cycle, on the device
+
+    def draft(self):
+        """The drafter's block behind each row's anchor, as a chain or a tree."""
+        anchor = self.text.gather(1, self.length[:, None])                       # (B, 1)
+        logits = self.drafter.draft(self.target, self.text, self.features, self.length, self.block_size, self.drafter_cache, self.guess)
+        weights = self.sampling.weights(logits, self.noise(0, self.block_size - 1))    # (B, S, V)
+        return draft_tree(anchor, weights, self.tree_budget) if self.tree_budget else draft_chain(anchor, weights)
+
+    def verify(self, n):
+        """The target reads the first n nodes of the tree, and draws its own token behind each; see `accept`."""
+        tree = self.tree.first(n) if n > 1 else self.no_drafts()
+        branching = self.tree_budget and n > 1
+        positions = self.length[:, None] + tree.depth
+        hidden, features = self.target(tree.tokens, positions, self.cache, self.taps, (self.length, tree.ancestors) if branching else None)
+        noise = self.noise(0, min(n, self.block_size))                           # a node's token has the index of its depth
+        if branching and noise is not None:
+            noise = noise.gather(1, tree.depth[..., None].expand(-1, -1, noise.shape[2]))
+        draws = self.sampling.draw(self.target.logits(hidden), noise)            # (B, n)
+        path, num_kept = accept(tree, draws)
+        self.commit(draws.gather(1, path), path, num_kept, features)
+
+    def commit(self, tokens, path, num_kept, features):
+        """Appends each row's num_kept (B,) first tokens (B, n): the kept drafts, and behind them the bonus token. What the target has made
+        of the anchor and the kept drafts, the nodes path (B, n), goes to its place; length moves past them: that is the rollback."""
+        order = torch.arange(path.shape[1], device=self.device)
+        slots = self.length[:, None] + order                                     # (B, n)
+        if self.tree_budget and path.shape[1] > 1:
+            self.cache.move(self.length[:, None] + path, slots)
+        if features is not None:
+            features = rows_at(features, path)
+            self.features.scatter_(1, slots[..., None].expand_as(features), features)
+        self.text.scatter_(1, slots + 1, tokens)
+        stops = (tokens[..., None] == self.stop_ids).any(-1) & (order < num_kept[:, None])
+        num_kept = torch.where(stops, order + 1, num_kept[:, None]).amin(1)      # nothing behind a stop token counts
+        num_kept = num_kept.masked_fill(self.finished, 0)
+        self.num_kept.index_copy_(0, self.cycle_number, num_kept[None])
+        self.cycle_number += 1
+        self.length.copy_(torch.minimum(self.length + num_kept, self.last))
+        self.finished |= stops.any(1) | (self.length >= self.last)
+
+    def no_drafts(self):
+        """The anchor alone, for plain decoding."""
+        anchor = self.text.gather(1, self.length[:, None])
+        here = torch.zeros_like(anchor)
+        return Tree(anchor, here, here, (here == 0)[..., None], None)
+
+    def noise(self, first, n):
+        """(B, n, V), of the n tokens from the first one behind the anchor on; None at temperature 0."""
+        if self.sampling.temperature > 0:
+            index = (self.length - self.prompt_length + 1 + first)[:, None] + torch.arange(n, device=self.device)
+            return exponential_noise(self.keys, index, self.target.config.vocab_size)
+
+    def guess(self, logits, slot):
+        """For drafters that draft one token after the other: the token of a slot (counted from 0), with the noise that the target will use."""
+        return self.sampling.draw(logits, self.noise(slot, 1))
+
+    def read(self):
+        """Where plain cycles follow each other, the drafter's context is brought up to date now and then: `draft` reads one block of it."""
+        self.drafter.read(self.target, self.text, self.features, last_positions(self.length, self.block_size), self.drafter_cache)
+
+    # -- the host's part
+
+    def prefill(self, prompts, max_new_tokens, keys):
+        """Starts anew: the target and the drafter read the prompts, the target draws each row's first token. Rows of different lengths are
+        padded on the right; causality keeps the padding unseen, and the first cycles write over it."""
+        width = max(map(len, prompts))
+        ids = torch.tensor([list(prompt) + [0] * (width - len(prompt)) for prompt in prompts], device=self.device)
+        self.text[:, :width] = ids
+        self.prompt_length.copy_(torch.tensor([len(prompt) for prompt in prompts]))
+        self.length.copy_(self.prompt_length - 1)
+        self.last.copy_(self.prompt_length + max_new_tokens - 1)
+        self.keys.copy_(keys)
+        self.finished.zero_(), self.cycle_number.zero_()
+        hidden_at_last = 0
+        for begin in range(0, width, PREFILL):
+            positions = torch.arange(begin, min(begin + PREFILL, width), device=self.device).expand(len(prompts), -1)
+            self.look_as_far_as(begin + PREFILL)
+            hidden, features = self.target(ids[:, begin:begin + PREFILL], positions, self.cache, self.taps)
+            if features is not None:
+                self.features[:, begin:begin + len(positions[0])] = features
+            if self.drafter:
+                self.drafter.read(self.target, self.text, self.features, positions, self.drafter_cache)
+            here = (positions == self.length[:, None])[..., None]                # (B, n, 1): the prompt's last token
+            hidden_at_last = hidden_at_last + torch.where(here, hidden, 0).sum(1, keepdim=True)
+        first = self.sampling.draw(self.target.logits(hidden_at_last), self.noise(0, 1))    # (B, 1)
+        self.length += 1
+        self.text.scatter_(1, self.length[:, None], first)
+        self.finished |= (first == self.stop_ids).any(1) | (self.length >= self.last)
+        self.watch, self.history, self.sizes, self.unread = Stopwatch(self.device), [], [], 0
+        self.longest = width
+
+    def cycle(self):
+        """Draft, verify, accept, commit."""
+        auto, looking = self.auto, len(self.sizes) % self.look_every == 0
+        drafting = self.drafter is not None and not (auto and auto.plain_cycles > 0)
+        self.look_as_far_as(self.longest + max(self.block_size, self.tree_budget or 0))
+        self.watch.mark()
+        self.warm = True
+        if drafting:
+            self.tree, self.unread = self.step(self.draft), 0
+            if auto and looking:
+                auto.choose(self.tree.probability[~self.finished].mean(0).tolist())
+        elif self.drafter and self.unread >= self.block_size:
+            self.step(self.read)
+            self.unread = 0
+        n = 1 if not drafting else auto.size if auto else self.tree.tokens.shape[1]
+        self.watch.mark()
+        self.step(self.verify, n)
+        self.watch.mark()
+        self.sizes.append((n, self.warm))
+        self.unread += min(n, self.block_size)
+        self.longest += min(n, self.block_size)
+
+    def step(self, function, *args):
+        """Calls a step of the cycle: as it is, compiled (the CPU), or as a graph (CUDA, where the first call compiles and reserves)."""
+        key = function.__name__, *args
+        self.calls[key] += 1
+        self.warm &= self.calls[key] > self.warm_up
+        if not self.compile:
+            return function(*args)
+        if self.device.type == "cpu":
+            return compiled_step(function.__func__)(self, *args)
+        if self.calls[key] == 1:
+            return function(*args)
+        if key not in self.graphs:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                result = function(*args)
+            self.graphs[key] = graph, result
+        graph, result = self.graphs[key]
+        graph.replay()
+        return result
+
+    def look_as_far_as(self, n):
+        """How many slots of the caches the next passes look at: n or somewhat more; all of them where shapes must not change."""
+        for cache in filter(None, (self.cache, self.drafter_cache)):
+            cache.kv_len = self.capacity if self.compile else min(self.capacity, n + -n % 64)
+
+    def look(self):
+        """The host waits for the device, and learns what the cycles since the last look have kept. Returns whether all rows have ended."""
+        for i, kept in enumerate(self.num_kept[len(self.history):len(self.sizes)].tolist(), len(self.history)):
+            n, warm = self.sizes[i]
+            if self.auto:
+                self.auto.update(n, sum(self.watch.cycle(i)) if warm else None, sum(kept) / max(1, sum(k > 0 for k in kept)))
+            self.history.append(kept)
+        self.longest = int(self.length.max())
+        return bool(self.finished.all())
+
+    @property
+    def nbytes(self):
+        return sum(x.nbytes for x in (self.cache.data, self.features, *([self.drafter_cache.data] if self.drafter else [])))
+
+
+@functools.cache
+def compiled_step(function):
+    allow_recompiling()
+    return torch.compile(function, dynamic=False, options={"cpp_wrapper": True})
+
 
 class Stopwatch:
     """Milliseconds between marks; on CUDA from events on the stream, so that measuring makes nobody wait."""
@@ -128,131 +328,69 @@ class Stopwatch:
         return 1e3 * (drafted - began), 1e3 * (ended - drafted)
 
 
-class Captured:
-    """A function of tensors. For each combination of shapes the first two calls run as they are (on CUDA kernels compile, memory is reserved). From
-    the third on it is one thing to the host instead of hundreds of operators: on CUDA a captured graph, elsewhere compiled code."""
-
-    seen = Counter()                                                             # compiled code, unlike a graph, serves later calls of `cycles` too
-    prepared = 0                                                                 # captures and compilations so far: such a cycle's time tells nothing
-
-    def __init__(self, function, device):
-        self.function, self.graphs, self.cuda = function, {}, device.type == "cuda"
-        self.calls = Counter() if self.cuda else Captured.seen
-        if not self.cuda:
-            allow_recompiling()
-            self.compiled = torch.compile(function, dynamic=False, options={"cpp_wrapper": True})
-
-    def __call__(self, *args):
-        shapes = (self.function.__name__, *(arg.shape for arg in args))
-        self.calls[shapes] += 1
-        if self.calls[shapes] <= 2:
-            return self.function(*args)
-        if not self.cuda:
-            stats = torch._dynamo.utils.counters["stats"]                        # PyTorch decides: another temperature needs other code, too
-            before = stats["unique_graphs"]
-            outputs = self.compiled(*args)
-            Captured.prepared += stats["unique_graphs"] > before
-            return outputs
-        if shapes not in self.graphs:
-            Captured.prepared += 1
-            inputs, graph = [arg.clone() for arg in args], torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                outputs = self.function(*inputs)
-            self.graphs[shapes] = graph, inputs, outputs
-        graph, inputs, outputs = self.graphs[shapes]
-        for mine, new in zip(inputs, args):
-            mine.copy_(new)
-        graph.replay()
-        return [output.clone() for output in outputs]                            # the next replay writes over its own
-
-
-class Pace:
+class Auto:
     """block_size="auto": how many tokens the target reads next, of which one, without a draft, is plain decoding.
 
-    Every choice has an expected number of tokens and a cost. The costs are the milliseconds seen in this call. Reading n tokens gives 1 + the sum
-    over k < n of the probability that drafts 1..k are all kept; the drafter's confidence in each slot stands for its part of that, raised to a power
-    that is adjusted until it predicts the gains so far. A batch has ended when its slowest row has, so the confidence and the gain are that row's.
-    The first cycle is a plain one. Where drafts don't pay, plain cycles follow, the more the more a draft loses and the more in a row have lost, and
-    then one draft looks again.
-
-    The output stays exact. All that a choice depends on is decided text, times, and q, the drafter's distributions, which are functions of decided
-    text; never the tokens that were drawn from q and are about to be judged. (A rule that read less of the block where a draft looks unlikely would
-    favour likely ones. And where a drafter reads its own drafts, the later slots' q tell which they were: above temperature 0 only its first slot's
-    counts.)
+    A size is worth the tokens expected of it, by the drafter's own probabilities and by how far these could be trusted so far, over its
+    cost in plain cycles. Costs are ratios of the times of neighbouring cycles: a machine's speed changes, but not between these.
+    Where drafts lose, plain cycles follow, the more the more was lost and the more looks in a row have lost.
     """
 
-    def __init__(self, sizes, rows):
-        self.sizes, self.rows = sizes, rows                                      # ascending, 1 first, the whole block last; prompts in the batch
-        self.draft_ms, self.verify_ms = deque(maxlen=8), {}                      # recent ones; by tokens read
-        self.draft_cost, self.cost = 0.0, {}                                     # their medians
-        self.tokens, self.ms = 0.0, 0.0                                          # what reading drafts gave and took, moving averages
-        self.power = 0.45                                                        # measured at both temperatures
-        self.least = min(5.0 * rows, 65.0)                                       # a row's bad draft may be an accident; the slowest of many has few good ones
-        self.wait, self.patience = 1.0, self.least                               # for so many plain cycles; how many for each token lost
-        self.drafted, self.chosen = 0, 3                                         # how often; how many tokens were read behind the last draft
+    def __init__(self, most):
+        self.sizes = [n for n in (2, 4, 8, 16, 32) if n < most] + [most]
+        self.ratios = {n: deque(maxlen=9) for n in self.sizes}                   # measured costs, draft included
+        self.kept = self.promised = 2.0                                          # drafts kept, and drafts expected to be: moving sums
+        self.lost, self.looks = 0.0, 0                                           # plain cycles that a cycle with drafts loses: moving average
+        self.plain_cycles, self.patience = 2, 8                                  # before the next draft; after it, for each cycle lost
+        self.drafts, self.run = 4, 4                                             # before the next plain cycle, which costs are measured by
+        self.before = None
 
-    @property
-    def drafting(self):
-        return self.wait <= 0
+    def cost(self, n):
+        """In plain cycles. What was never measured costs what the next smaller size does, or two."""
+        known = [m for m in self.sizes if m <= n and self.ratios[m]]
+        return statistics.median(self.ratios[known[-1]]) if known else 2.0
 
-    def reach(self):
-        """How many tokens to draft, anchor included: a little more than were read last."""
-        return min(self.chosen + 2, self.sizes[-1])
+    def choose(self, probability):
+        """probability: of each node of the tree, that it is kept, by the drafter. Sizes are tried from the smallest up."""
+        expected = list(itertools.accumulate(probability))                       # [n - 1]: tokens kept of n
+        largest = max((n for n in self.sizes if self.ratios[n]), default=1)
+        trust = self.kept / self.promised
+        worth = {n: (1 + trust * (expected[n - 1] - 1)) / self.cost(n) for n in self.sizes if n <= 4 * largest and n <= len(expected)}
+        self.size = max(worth, key=worth.get)
+        self.expected = expected[self.size - 1]
 
-    def choose(self, confidence):
-        """The drafter's confidence in each slot, [drafts seen][slots] -> how many tokens to read. (Plain numbers: a tensor operation on so few
-        costs ten times as much.)"""
-        expected = [1.0] + [0.0] * len(confidence[0])
-        for row in confidence:
-            kept = 1 / len(confidence)
-            for k, c in enumerate(row, 1):
-                kept *= c ** self.power                                          # that drafts 1..k are all kept
-                expected[k] += kept
-        self.expected = list(itertools.accumulate(expected))                     # [tokens read - 1]
-        rate = max(1 / self.cost[1], self.tokens / (self.ms + self.draft_cost) if self.drafted else 0)
-        worth = {n: self.expected[n - 1] - rate * self.cost_of(n) for n in self.sizes if n <= len(expected)}    # less what the time would give elsewhere
-        self.chosen = max(worth, key=worth.get)
-        return self.chosen
-
-    def cost_of(self, n):
-        """Milliseconds of reading n tokens: between two measured sizes lies a line."""
-        if n in self.cost:
-            return self.cost[n]
-        below = max(m for m in self.cost if m < n)                               # 1 at least: the first cycle's
-        above = min((m for m in self.cost if m > n), default=below)
-        return self.cost[below] + (self.cost[above] - self.cost[below]) * (n - below) / max(1, above - below)
-
-    def update(self, n, draft_ms, verify_ms, gain):
-        """What a cycle took, and by how many tokens the slowest row is further; gain None: a plain cycle."""
-        self.verify_ms.setdefault(n, deque(maxlen=8)).append(verify_ms)
-        self.cost[n] = median(self.verify_ms[n])
-        if gain is None:
-            self.wait -= 1
+    def update(self, n, ms, kept):
+        """What a cycle took and kept; ms None: it compiled something."""
+        if ms and self.before and self.before[0] != n:
+            m, ms_before = self.before
+            if n == 1:
+                self.ratios[m].append(ms_before / ms)
+            elif m == 1 or self.ratios[m]:
+                self.ratios[n].append(ms / ms_before * (1.0 if m == 1 else self.cost(m)))
+        self.before = (n, ms) if ms else None
+        if n == 1:
+            self.plain_cycles -= 1
             return
-        self.drafted += 1
-        if self.drafted > 1:
-            self.draft_ms.append(draft_ms)
-        elif self.rows > 1:                                                      # the first draft also reads the prompt: one row's does not count
-            self.draft_ms.append(min(draft_ms, verify_ms))
-        self.draft_cost = median(self.draft_ms) or 0.0
-        expected, weight = self.expected[n - 1], max(0.2, 1 / self.drafted)      # a mean at first
-        self.power = min(max(self.power * math.exp(0.25 * weight * (expected - min(gain, n))), 0.1), 100.0)
-        gave = (expected + self.rows * gain) / (1 + self.rows)                   # one row's gain varies more than the slowest one's of many
-        self.tokens += weight * (gave - self.tokens)
-        self.ms += weight * (self.cost[n] - self.ms)
-        # Tokens that plain cycles make in that time, less its own. A tie goes on, for to change costs, too, and so does a narrow win, once there are
-        # plain cycles enough to tell.
-        lost = 0.96 * (self.ms + self.draft_cost) / self.cost[1] - self.tokens
-        close = -lost < 0.25 * self.tokens and len(self.verify_ms[1]) < 4
-        self.patience = self.least if lost <= 0 else min(1.4 * self.patience, 65.0)
-        # What loses much won't pay soon; but the first times may be accidents.
-        self.wait = min(max(self.patience * lost * max(lost, 1), close), self.rows * 4 ** self.drafted)
+        self.kept = 0.95 * self.kept + kept - 1
+        self.promised = 0.95 * self.promised + self.expected - 1
+        self.looks += 1
+        lost = self.cost(n) - 1 - self.kept / self.promised * (self.expected - 1)
+        self.lost += max(0.3, 1 / self.looks) * (lost - self.lost)
+        if self.lost > 0:
+            self.plain_cycles, self.patience = max(1, round(self.patience * self.lost)), min(2 * self.patience, 64)
+            return
+        self.drafts, self.patience = self.drafts - 1, 8
+        if self.drafts == 0:
+            self.plain_cycles, self.run = 1, min(2 * self.run, 64)
+            self.drafts = self.run
 
+
+# ---- generation ----------------------------------------------------------------------------------------------------------------
 
 @dataclass
 class Generation:
     tokens: list                # rows of new token ids; a stop token is included and ends its row; at most max_new_tokens
-    acceptance_lengths: list    # rows of draft tokens accepted + 1, one a cycle, as verified (the last one before the end is cut)
+    acceptance_lengths: list    # rows of draft tokens accepted + 1, one a cycle, up to a stop token (not cut at max_new_tokens)
     draft_ms: list = field(default_factory=list)     # a cycle with drafts
     verify_ms: list = field(default_factory=list)    # a cycle, acceptance included
 
@@ -262,161 +400,69 @@ class Generation:
         return sum(lengths) / len(lengths) if lengths else float("nan")
 
 
-class Cycle(NamedTuple):
-    """What one cycle did, on the device."""
-    drafts: torch.Tensor        # (B, K) the drafter's tokens
-    accepted: torch.Tensor      # (B,) how many of them were kept
-    bonus: torch.Tensor         # (B,) the target's token behind them
-    done: torch.Tensor          # (B,) rows that had ended before: theirs does not count
+def speculative(target, drafter, prompts, max_new_tokens, *, block_size=None, tree_budget=None, temperature=0.0, top_k=None, top_p=None,
+                stop_ids=(), seed=None, compile=None):
+    """Decodes prompts (one list of token ids a row, of any lengths) with drafter and target. The output is that of `autoregressive` with
+    the same seed, token for token (in float32; in lower precision a tie may break either way).
+
+    block_size: tokens of a block, anchor included; None: the drafter's; "auto": how many of the drafts are read is chosen anew each cycle.
+    tree_budget: None: the target reads the block's likeliest tokens as a chain; N: the N likeliest prefixes, anchor included, as a tree.
+    seed: an int (row i draws from the stream of (seed, i)), one int a row, or None.
+    compile: None: on CUDA only. There steps are graphs, which later calls of the same shapes reuse; on the CPU compiled code.
+    Returns a Generation; UserError for bad input.
+    """
+    for decoder in generate(target, drafter, prompts, max_new_tokens, Sampling(temperature, top_k, top_p), block_size=block_size,
+                          tree_budget=tree_budget, stop_ids=stop_ids, seed=seed, compile=compile):
+        pass
+    ends = zip(decoder.text.tolist(), decoder.prompt_length.tolist(), decoder.length.tolist())
+    times = [decoder.watch.cycle(i) for i in range(len(decoder.sizes))]
+    return Generation(tokens=[text[begin:anchor + 1] for text, begin, anchor in ends],
+                      acceptance_lengths=[[kept[b] for kept in decoder.history if kept[b]] for b in range(len(prompts))],
+                      draft_ms=[draft for (draft, _), (n, _) in zip(times, decoder.sizes) if n > 1],
+                      verify_ms=[verify for _, verify in times])
 
 
-def looks_seldom(device):
-    """On CUDA every cycle has the same shapes and asks nothing of the host, which looks at the results every CHECK_EVERY cycles. Elsewhere host and
-    device are one, and each pass is cut to what it needs (but for compiled code: see `Captured`)."""
-    return device.type == "cuda"
+def autoregressive(target, prompts, max_new_tokens, **how):
+    """Plain decoding of the same prompts, a token a cycle; keywords (temperature, top_k, top_p, stop_ids, seed, compile) and result as for
+    `speculative`."""
+    return speculative(target, None, prompts, max_new_tokens, **how)
+
+
+idle = {}    # Decoders of earlier calls, by what they are for; the latest last
 
 
 @torch.inference_mode()
-def cycles(target, drafter, prompts, max_new_tokens, *, block_size=None, temperature=0.0, top_k=None, top_p=None, stop_ids=(), seed=None,
-           graphs=None, watch=None):
-    """The decoding loop. Yields a Cycle for the prefill (no drafts, the first token as bonus), then one for each cycle.
-
-    Each row advances at its own pace: row b has length[b] tokens in the cache, its anchor is the next. A rejection needs no clean-up: the
-    caches are overwritten from length[b] on, and no mask lets anyone look past it.
-    """
-    check(target, prompts, max_new_tokens, temperature, top_k, top_p, block_size)
-    device, B = target.device, len(prompts)
-    if graphs and device.type == "cpu" and not has_compiler():
-        raise UserError("no C++ compiler found, which graphs need on the CPU: install one, or leave them out")
-    seldom, watch = looks_seldom(device), watch or Stopwatch(device)
-    graphs = device.type == "cuda" if graphs is None else graphs
-    fixed = seldom or graphs
+def generate(target, drafter, prompts, max_new_tokens, sampling, *, block_size=None, tree_budget=None, stop_ids=(), seed=None, compile=None,
+           look_every=None):
+    """The loop: yields the Decoder after the prefill, then whenever the host has looked, until all rows have ended. Arguments as in
+    `speculative`; look_every: cycles between two looks (None: as is fast)."""
+    check(target, drafter, prompts, max_new_tokens, sampling, block_size, tree_budget)
     block = 1 if drafter is None else drafter.config.block_size if block_size in (None, "auto") else block_size
-    sizes = sorted({1, block // 2, block}) if fixed else list(range(1, block + 1))    # few: each has its own graph
-    pace = Pace(sizes, B) if block_size == "auto" and block > 1 else None
-    taps = drafter.config.target_layer_ids if block > 1 else ()
-    lengths = [len(prompt) for prompt in prompts]
-    width = max(lengths)
-    capacity = width + max_new_tokens + 2 * block                                # a row that has ended may overhang by two blocks
-    capacity += -capacity % 256 if fixed else 0                                  # few shapes
-    cache = KVCache(target.config, B, capacity, device, target.dtype)
-    drafter_cache = None                                                         # made for the first draft: "auto" may never want one
-    stops = torch.tensor(sorted(stop_ids), device=device, dtype=torch.int64)
-    most = torch.full((B,), max_new_tokens, device=device)                       # a tensor: compiled code would hold a number for good
-    row, slot = torch.arange(B, device=device), torch.arange(max(block, PREFILL), device=device)
-    u = uniforms(seed, B, capacity).to(device) if temperature > 0 else None    # more than it takes: few shapes
-
-    def uniforms_of(made, n):
-        """(B, n, 3): those of each row's next n tokens."""
-        return u[row[:, None], made[:, None] + slot[:n]]
-
-    def context(ids, start, count, features):
-        """What the drafter gets to read of a pass of the target: the tokens (B, n), their positions (B, n), -1 for those that are not kept, and
-        the features."""
-        if block == 1:
-            return ()
-        places = torch.where(slot[:ids.shape[1]] < count[:, None], start[:, None] + slot[:ids.shape[1]], -1)
-        return (ids, places) if features is None else (ids, places, features)
-
-    def draft(anchor, length, made, *unread, size=block, end=None):
-        """-> drafts (B, size - 1); what they were drawn from, q (B, size - 1, V); and how likely each was to be kept, before it was drawn
-        (B, size - 1)."""
-        def pick(logits, first):
-            if u is None:
-                return logits.argmax(-1), logits
-            q = distribution(logits, temperature, top_k, top_p)
-            return draw(q, uniforms_of(made + first, logits.shape[1])[..., 1]), q
-        drafts, q = drafter.draft(target, anchor, length, unread, drafter_cache, size, end, pick)
-        confidence = length if pace is None else q.softmax(-1).amax(-1) if u is None else q.square().sum(-1)
-        if pace and u is not None and drafter.in_turn:                           # a later slot's q tells which tokens were drawn before it: see `Pace`
-            confidence = confidence[:, :1].expand_as(confidence)
-        return drafts, q, confidence
-
-    def verify(drafts, q, anchor, length, made, done, end=None):
-        """The target reads anchor and drafts at once; its logits at slot k judge the draft in slot k + 1.
-        -> accepted, bonus; the rows' new state: length, made, done; and what the drafter has to read: see `context`."""
-        n, ids = drafts.shape[1] + 1, torch.cat((anchor[:, None], drafts), 1)
-        hidden, features = target(ids, length, cache, taps, end)
-        logits = target.logits(hidden)                                           # (B, n, V)
-        if u is None:
-            accepted, bonus = accept_greedy(drafts, logits)
-        else:
-            now = uniforms_of(made, n)
-            accepted, bonus = accept_sampled(drafts, q, distribution(logits, temperature, top_k, top_p), now[:, :-1, 2], now[..., 0])
-        count = torch.where(done, 0, accepted + 1)
-        made = made + count
-        stopped = torch.isin(bonus, stops)
-        if n > 1:
-            stopped |= (torch.isin(drafts, stops) & (slot[:n - 1] < accepted[:, None])).any(1)
-        return accepted, bonus, length + count, made, done | stopped | (made >= most), *context(ids, length, count, features)
-
-    draft_as_it_is = draft
-    if graphs:
-        draft, verify = Captured(draft, device), Captured(verify, device)
-
-    # Prefill. Rows of different lengths are padded on the right; causality keeps the padding unseen, the first decoded tokens overwrite it.
-    ids = torch.tensor([list(prompt) + [0] * (width - len(prompt)) for prompt in prompts], device=device)
-    length = torch.tensor(lengths, device=device)                                # (B,): the anchor's position
-    last, unread = 0, []                                                         # unread: what the drafter has not read yet, see `context`
-    for begin, part in zip(range(0, width, PREFILL), ids.split(PREFILL, 1)):
-        start, n = torch.full_like(length, begin), part.shape[1]
-        hidden, features = target(part, start, cache, taps, end=begin + n)
-        unread.append(context(part, start, length - begin, features))
-        last = torch.where((length > begin)[:, None], hidden[row, (length - begin).clamp(1, n) - 1], last)
-    logits = target.logits(last)                                                 # (B, V), behind each row's last token
-    anchor = logits.argmax(-1) if u is None else draw(distribution(logits, temperature, top_k, top_p), u[:, 0, 0])
-    made, done = torch.ones_like(length), torch.zeros_like(length, dtype=torch.bool)    # (B,) new tokens so far; rows that have ended
-    no_drafts, no_q = ids[:, :0], logits[:, None][:, :0]
-    yield Cycle(no_drafts, made - 1, anchor, done)
-    done = torch.isin(anchor, stops) | (made >= most)
-
-    n, recent = block, []                                                        # what `pace` has not learned from: cycle, tokens read, confidence, gain
-    for cycle in range(max_new_tokens - 1):                                      # each cycle makes at least one token
-        if not seldom or cycle % CHECK_EVERY == 0:
-            if bool(done.all()):
+    drafter, tree_budget, auto = (None, None, False) if block == 1 else (drafter, tree_budget, block_size == "auto")
+    compile = target.device.type == "cuda" if compile is None else compile
+    if compile and target.device.type == "cpu" and not has_compiler():
+        raise UserError("no C++ compiler found, which compile needs on the CPU: install one, or leave it out")
+    capacity = max(map(len, prompts)) + max_new_tokens + max(block, tree_budget or 0)
+    capacity += -capacity % 256                                                  # few different shapes
+    what = target, drafter, len(prompts), capacity, block, tree_budget, auto, sampling, tuple(sorted(stop_ids)), compile
+    key = *what, target.device, target.dtype
+    decoder = idle.pop(key, None) or Decoder(*what)
+    try:
+        decoder.prefill(prompts, max_new_tokens, stream_keys(seed, len(prompts)))
+        while True:
+            done = decoder.look()
+            yield decoder
+            if done:
                 break
-            if pace:
-                if seldom and (known := [seen for _, _, seen, _ in recent if seen is not None]):
-                    n = pace.choose(torch.cat(known).tolist())
-                for i, read, _, gain in recent:
-                    pace.update(read, *watch.cycle(i), None if gain is None else gain.item())
-            recent = []
-        longest = 0 if fixed else int(length.max())
-        drafting = block > 1 and (not pace or pace.drafting)
-        drafts, q, confidence, prepared = no_drafts, no_q, None, Captured.prepared
-        watch.mark()
-        if drafting:
-            drafter_cache = drafter_cache or KVCache(drafter.config.layers, B, capacity + 1, device, target.dtype)
-            # Only what was kept enters the drafter's context.
-            parts = unread[0] if len(unread) == 1 else [torch.cat(part, 1) for part in zip(*unread)]
-            size = pace.reach() if pace and not fixed else block
-            if fixed and (more := -parts[0].shape[1] % block):                   # behind some plain cycles: few shapes
-                parts = [torch.cat((x, x[:, :1].expand(-1, more, *x.shape[2:])), 1) for x in parts]
-                parts[1][:, -more:] = -1
-            run = draft if parts[0].shape[1] == block else draft_as_it_is        # behind the prompt or many plain cycles: shapes that hardly come back
-            drafts, q, confidence = run(anchor, length, made, *parts, **({} if fixed else {"size": size, "end": longest + size}))
-            unread = []
-            if pace:
-                if B > 1:                                                        # the row that is furthest behind counts
-                    behind = made.masked_fill(done, max_new_tokens)              # (B,)
-                    confidence = confidence[behind.argmin(0, keepdim=True)]
-                n = n if seldom else pace.choose(confidence.tolist())
-            drafts, q = drafts[:, :n - 1], q[:, :n - 1]
-        watch.mark()
-        accepted, bonus, *state = verify(drafts, q, anchor, length, made, done, **({} if fixed else {"end": longest + drafts.shape[1] + 1}))
-        watch.mark()
-        yield Cycle(drafts, accepted, bonus, done)
-        anchor, (length, made, done, *read) = bonus, state
-        if pace and prepared == Captured.prepared:
-            gain = None
-            if drafting:
-                gain = accepted + 1 if B == 1 else made.masked_fill(done, max_new_tokens).min() - behind.min()
-            recent.append((cycle, drafts.shape[1] + 1, confidence, gain))
-        kept = drafts.shape[1] + 1 if fixed else int(accepted.max()) + 1
-        unread.append([x[:, :kept] for x in read])
+            for _ in range(look_every or decoder.look_every):
+                decoder.cycle()
+    finally:
+        idle[key] = decoder
+        while sum(each.nbytes for each in idle.values()) > KEPT_BYTES:
+            del idle[next(iter(idle))]
 
 
-def check(target, prompts, max_new_tokens, temperature, top_k, top_p, block_size):
+def check(target, drafter, prompts, max_new_tokens, sampling, block_size, tree_budget):
     """Refuses, before any work, what cannot be decoded."""
     limit, vocab = target.config.max_position_embeddings, target.config.vocab_size
     if not len(prompts):
@@ -429,52 +475,63 @@ def check(target, prompts, max_new_tokens, temperature, top_k, top_p, block_size
         if len(prompt) + max_new_tokens > limit:
             raise UserError(f"prompt {i} has {len(prompt)} tokens, with {max_new_tokens} new ones more than the target's "
                             f"max_position_embeddings of {limit}; shorten it or ask for fewer")
-    for name, value, good in (("max_new_tokens", max_new_tokens, max_new_tokens >= 1), ("temperature", temperature, 0 <= temperature < math.inf),
-                              ("top_k", top_k, top_k is None or top_k >= 1), ("top_p", top_p, top_p is None or 0 < top_p <= 1),
-                              ("block_size", block_size, block_size in (None, "auto") or type(block_size) is int and 1 <= block_size <= limit)):
+    for name, value, good in (
+            ("max_new_tokens", max_new_tokens, max_new_tokens >= 1),
+            ("temperature", sampling.temperature, 0 <= sampling.temperature < math.inf),
+            ("top_k", sampling.top_k, sampling.top_k is None or sampling.top_k >= 1),
+            ("top_p", sampling.top_p, sampling.top_p is None or 0 < sampling.top_p <= 1),
+            ("block_size", block_size, block_size in (None, "auto") or type(block_size) is int and 1 <= block_size <= limit),
+            ("tree_budget", tree_budget, tree_budget is None or type(tree_budget) is int and 2 <= tree_budget <= limit)):
         if not good:
             raise UserError(f"{name} = {value} is out of range")
-
-
-def speculative(target, drafter, prompts, max_new_tokens, *, block_size=None, temperature=0.0, top_k=None, top_p=None, stop_ids=(), seed=None,
-                graphs=None):
-    """Decodes prompts (one list of token ids a row, of any lengths) with drafter and target. The output is the target's own: token for
-    token at temperature 0 (in float32; lower precision may break a tie otherwise), in distribution above.
-
-    block_size: tokens that the target reads a cycle; None: the drafter's; "auto": chosen anew each cycle, see `Pace`. (What it chooses depends on
-        measured times, so above temperature 0 the same seed may then give another text, of the same distribution.)
-    seed: an int (row i draws from the stream of (seed, i)), one int a row, or None.
-    graphs: passes of fixed shapes as one piece: on CUDA (the default there; False for debugging) CUDA graphs, on the CPU compiled code, which pays
-        in long work only.
-    Returns a Generation; UserError for bad input.
-    """
-    watch, stop_ids = Stopwatch(target.device), set(stop_ids)
-    log = list(cycles(target, drafter, prompts, max_new_tokens, block_size=block_size, temperature=temperature, top_k=top_k, top_p=top_p,
-                      stop_ids=stop_ids, seed=seed, graphs=graphs, watch=watch))
-    rows = [[] for _ in prompts]
-    lengths = [[] for _ in prompts]
-    for i, (drafts, accepted, bonus, done) in enumerate(on_host(log, target.device)):
-        for b in range(len(prompts)):
-            if not done[b]:
-                rows[b] += drafts[b][:accepted[b]] + [bonus[b]]
-                if i:
-                    lengths[b].append(accepted[b] + 1)
-    rows = [cut(row[:max_new_tokens], stop_ids) for row in rows]
-    times = [watch.cycle(i) for i in range(len(log) - 1)]
-    return Generation(rows, lengths, [ms for (ms, _), cycle in zip(times, log[1:]) if cycle.drafts.shape[1]], [ms for _, ms in times])
-
-
-def autoregressive(target, prompts, max_new_tokens, **how):
-    """Plain decoding of the same prompts, a token a cycle; keywords (temperature, top_k, top_p, stop_ids, seed) and result as for `speculative`."""
-    return speculative(target, None, prompts, max_new_tokens, **how)
-
-
-def cut(row, stop_ids):
-    """The row up to and including its first stop token."""
-    return row[:next((i + 1 for i, token in enumerate(row) if token in stop_ids), len(row))]
+    if tree_budget is not None and drafter is not None and drafter.in_turn:
+        raise UserError(f"{drafter.title} drafts one token after the other and has no tree: leave tree_budget out")
 
 
 # ---- benchmark -----------------------------------------------------------------------------------------------------------------
+
+def benchmark(target, methods, prompts, max_new_tokens, temperatures=(0.0, 1.0), stop_ids=(), seed=0, progress=None, **how):
+    """Plain decoding and every other method on the same prompts, one at a time, in turn, in one run.
+
+    methods: {name: keywords of `speculative`, drafter among them}; prompts: {domain: rows of ids}; how: top_k, top_p, compile. Times are
+    whole calls, prefill included: ms_per_token is the median over calls, speedup the median over calls of (plain ms a token / this ms a
+    token). Returns report rows and the histograms of acceptance lengths {(method, temperature): Counter}.
+    """
+    results, histograms = [], {}
+    methods = {"autoregressive": {"drafter": None}, **methods}
+    for temperature in temperatures:
+        runs = {(domain, method): [] for domain in prompts for method in methods}    # (ms a token, Generation) for each call
+
+        def call(method, prompt, seed):
+            began = time.perf_counter()
+            out = speculative(target, prompts=[prompt], max_new_tokens=max_new_tokens, temperature=temperature, stop_ids=stop_ids, seed=[seed],
+                              **methods[method], **how)
+            return 1e3 * (time.perf_counter() - began) / len(out.tokens[0]), out
+        for method in methods:                                                   # warm-up: compilation, allocation, what auto learns of costs
+            call(method, next(iter(prompts.values()))[0], seed)
+            call(method, next(iter(prompts.values()))[0], seed)
+        for domain, rows in prompts.items():
+            for i, prompt in enumerate(rows):
+                for method in methods:
+                    runs[domain, method].append(call(method, prompt, seed + i))
+                if progress:
+                    progress(f"{domain}, temperature {temperature:g}")
+        for domain in [*prompts, "all"] if len(prompts) > 1 else prompts:
+            pooled = {method: [run for d in prompts if domain in (d, "all") for run in runs[d, method]] for method in methods}
+            for method, run in pooled.items():
+                results.append({"domain": domain, "method": method, "temperature": temperature, **summary(run, pooled["autoregressive"])})
+                histograms[method, temperature] = Counter(n for _, out in run for n in out.acceptance_lengths[0])    # the last domain is all
+    return results, histograms
+
+
+def summary(run, plain):
+    """What a report row says of calls (ms a token, Generation), beside plain decoding's of the same prompts."""
+    tokens, lengths = [out.tokens[0] for _, out in run], [n for _, out in run for n in out.acceptance_lengths[0]]
+    return {"prompts": len(run), "tokens": sum(map(len, tokens)), "tau": sum(lengths) / max(1, len(lengths)),
+            "ms_per_token": median([ms for ms, _ in run]), "speedup": median([before / ms for (before, _), (ms, _) in zip(plain, run)]),
+            "draft_ms": median([ms for _, out in run for ms in out.draft_ms]), "verify_ms": median([ms for _, out in run for ms in out.verify_ms]),
+            "distinct4": distinct4(tokens), "identical": statistics.mean(row == out.tokens[0] for row, (_, out) in zip(tokens, plain))}
+
 
 def distinct4(rows):
     """Share of distinct 4-grams within each row, over all rows: 1 where nothing repeats, near 0 where text runs in a loop."""
@@ -483,113 +540,64 @@ def distinct4(rows):
     return sum(len(set(row)) for row in grams) / total if total else 1.0
 
 
-def samples(temperature):
-    """How often the benchmark decodes a prompt. Sampled texts decide what a draft gains, and one of each of 8 prompts is all noise."""
-    return 3 if temperature > 0 else 1
-
-
-def benchmark(target, methods, prompts, max_new_tokens, temperatures=(0.0, 1.0), stop_ids=(), seed=0, progress=None, **how):
-    """Plain decoding and every other method on the same prompts, one at a time, in turn, in one run, each as often as `samples` says.
-
-    methods: {name: (drafter, block_size)}; prompts: {domain: rows of ids}; how: top_k, top_p, graphs. Times are whole calls, prefill included:
-    ms_per_token is the median over calls, speedup the median over calls of (plain ms a token / this ms a token). Returns report rows and the
-    histograms of acceptance lengths {(method, temperature): Counter}.
-    """
-    results, histograms = [], {}
-    methods = {"autoregressive": (None, None), **methods}
-    for temperature in temperatures:
-        for drafter, size in methods.values():                                   # warm-up: compilation, allocation, threads
-            for _ in range(3):                                                   # or until nothing is left to compile
-                prepared = Captured.prepared
-                speculative(target, drafter, next(iter(prompts.values()))[:1], max_new_tokens, block_size=size, temperature=temperature, seed=[seed], **how)
-                if prepared == Captured.prepared:
-                    break
-        runs = {(domain, method): [] for domain in prompts for method in methods}   # (ms a token, Generation) for each call
-        for domain, rows in prompts.items():
-            for i, prompt in enumerate(rows * samples(temperature)):
-                for method, (drafter, size) in methods.items():
-                    began = time.perf_counter()
-                    out = speculative(target, drafter, [prompt], max_new_tokens, block_size=size, temperature=temperature, stop_ids=stop_ids, seed=[seed + i], **how)
-                    runs[domain, method].append((1e3 * (time.perf_counter() - began) / len(out.tokens[0]), out))
-                if progress:
-                    progress(f"{domain}, temperature {temperature:g}")
-        for domain in [*prompts, "all"] if len(prompts) > 1 else prompts:
-            pooled = {method: [run for d in prompts if domain in (d, "all") for run in runs[d, method]] for method in methods}
-            for method, run in pooled.items():
-                lengths = Counter(n for _, out in run for n in out.acceptance_lengths[0])
-                histograms[method, temperature] = lengths                        # the last domain is all of them
-                tokens = [out.tokens[0] for _, out in run]
-                results.append({
-                    "domain": domain, "method": method, "temperature": temperature, "prompts": len(run) // samples(temperature), "tokens": sum(map(len, tokens)),
-                    "tau": sum(n * times for n, times in lengths.items()) / max(1, lengths.total()),
-                    "ms_per_token": median([ms for ms, _ in run]),
-                    "speedup": median([plain / ms for (plain, _), (ms, _) in zip(pooled["autoregressive"], run)]),
-                    "draft_ms": median([ms for _, out in run for ms in out.draft_ms]),
-                    "verify_ms": median([ms for _, out in run for ms in out.verify_ms]),
-                    "distinct4": distinct4(tokens),
-                    "identical": statistics.mean(row == out.tokens[0] for row, (_, out) in zip(tokens, pooled["autoregressive"])) if temperature == 0 else None,
-                })
-    return results, histograms
-
-
 def median(values):
     return statistics.median(values) if values else None
 
 
-def cycle_ms(target, drafter, prompt, block_size, **how):
-    """Milliseconds of a cycle's draft and of its verification behind this prompt: medians over 8 cycles, fewer at the very end of the positions."""
-    watch, room = Stopwatch(target.device), min(9 * block_size, target.config.max_position_embeddings - len(prompt))
-    for _ in itertools.islice(cycles(target, drafter, [prompt], room, block_size=block_size, watch=watch, **how), 1 + 9):    # the prefill is the first
-        pass
-    draft, verify = zip(*(watch.cycle(i) for i in range(1, len(watch.marks) // 3)))    # the first cycle's draft reads the prompt as well
-    return {"draft_ms": median(draft) if block_size > 1 else None, "verify_ms": median(verify)}
+def cycle_ms(target, drafter, prompt, block_size=None, tree_budget=None, **how):
+    """Milliseconds of a cycle's draft and of its verification behind this prompt: medians of up to 8 cycles."""
+    room = min(9 * (block_size or drafter.config.block_size), target.config.max_position_embeddings - len(prompt))
+    steps = generate(target, drafter, [prompt], room, Sampling(), block_size=block_size, tree_budget=tree_budget, look_every=1, **how)
+    decoder = list(itertools.islice(steps, 10))[0]                               # it yields the same one again and again
+    steps.close()
+    draft, verify = zip(*(decoder.watch.cycle(i) for i in range(len(decoder.sizes))))
+    return {"draft_ms": median(draft[1:] or draft) if decoder.drafter else None, "verify_ms": median(verify[1:] or verify)}
 
 
 def sweep(target, drafter, prompts, progress, **how):
-    """What decoding costs as it grows, in milliseconds of one cycle (medians): over the block size, over the context, and tokens a second over the
-    batch. prompts: rows of ids; their text, repeated, makes the longer contexts. Returns {"block_size": rows, "context": rows, "batch": rows}."""
+    """What decoding costs as it grows, in milliseconds of one cycle (medians): over the block size, over the tree's, over the context, and
+    tokens a second over the batch. prompts: rows of ids; their text, repeated, makes the longer contexts. Returns {name: rows}."""
     text = [token for row in prompts for token in row]
     block, limit = drafter.config.block_size, target.config.max_position_embeddings
-    found = {"block_size": [], "context": [], "batch": []}
+    found = {"block_size": [], "tree_budget": [], "context": [], "batch": []}
 
-    def behind(context, n):
-        return cycle_ms(target, drafter, (text * (context // len(text) + 1))[:context], n, **how)
+    def behind(context, **sizes):
+        progress(", ".join(f"{name} {n}" for name, n in {"context": context, **sizes}.items()))
+        return {**sizes, "context": context, **cycle_ms(target, drafter, (text * (context // len(text) + 1))[:context], **sizes, **how)}
 
-    for n in (1, 2, 4, 8, 16, 32):
-        progress(f"block size {n}")
-        found["block_size"].append({"block_size": n, "context": 64, **behind(64, n)})
+    found["block_size"] = [behind(64, block_size=n) for n in (1, 2, 4, 8, 16, 32)]
+    if not drafter.in_turn:
+        found["tree_budget"] = [behind(64, tree_budget=n) for n in (2, 4, 8, 16, 32, 64)]
     for context in (64, 128, 256, 512, 1024, 2048, 4096):
-        context = min(context, limit - 9 * block)                                # the longest leaves room for its new tokens
-        progress(f"context {context}")
-        caches = [KVCache(config, 1, context, "meta", target.dtype) for config in (target.config, drafter.config.layers)]
-        found["context"].append({"context": context, "block_size": block, **behind(context, block),
-                                 "target_cache_bytes": caches[0].nbytes, "drafter_cache_bytes": caches[1].nbytes})
+        row = behind(min(context, limit - 9 * block), block_size=block)          # the longest leaves room for its new tokens
+        caches = [KVCache(config, 1, row["context"], "meta", target.dtype) for config in (target.config, drafter.config.layers)]
+        found["context"].append({**row, "target_cache_bytes": caches[0].data.nbytes, "drafter_cache_bytes": caches[1].data.nbytes})
+    methods = {"autoregressive": {"drafter": None}, "speculative": {"drafter": drafter}, "auto": {"drafter": drafter, "block_size": "auto"}}
     for batch in (1, 4, 16, 64):
-        rows, seconds = [prompts[i % len(prompts)] for i in range(batch)], {"autoregressive": [], "speculative": [], "auto": []}
-        for _ in range(3):
+        rows, seconds = [prompts[i % len(prompts)] for i in range(batch)], {method: [] for method in methods}
+        for _, (method, keywords) in itertools.product(range(4), methods.items()):
             progress(f"batch of {batch}")
-            for method, d, size in (("autoregressive", None, None), ("speculative", drafter, None), ("auto", drafter, "auto")):
-                began = time.perf_counter()
-                speculative(target, d, rows, 64, block_size=size, **how)
-                seconds[method].append(time.perf_counter() - began)
-        found["batch"].append({"batch": batch, **{method: 64 * batch / median(times) for method, times in seconds.items()}})
+            began = time.perf_counter()
+            speculative(target, prompts=rows, max_new_tokens=64, **keywords, **how)
+            seconds[method].append(time.perf_counter() - began)
+        found["batch"].append({"batch": batch, **{method: 64 * batch / median(times[1:]) for method, times in seconds.items()}})
     return found
 
 
 def show_sweep(found):
     """The sweep as tables with bars."""
-    lines = []
-    for key, columns in (("block_size", ("draft_ms", "verify_ms")), ("context", ("draft_ms", "verify_ms")),
-                         ("batch", ("autoregressive", "speculative", "auto"))):
-        most = max(row[c] or 0 for row in found[key] for c in columns)
-        lines += ["", {"block_size": "block size: milliseconds of one pass (context 64)",
-                       "context": f"context: milliseconds of one pass (block {found['context'][0]['block_size']}), and the KV caches",
-                       "batch": "batch: tokens a second, all rows together"}[key]]
-        for row in found[key]:
-            memory = f"   target {row['target_cache_bytes'] / 2**20:.2f} MiB, drafter {row['drafter_cache_bytes'] / 2**20:.2f} MiB" if key == "context" else ""
-            for i, c in enumerate(columns):
-                value = row[c] or 0.0                                            # a block of one is not drafted
-                lines.append(f"  {row[key] if i == 0 else '':>5}  {c.removesuffix('_ms'):14} {value:9.2f} {'█▒░'[i] * round(40 * value / most)}{memory if i == 0 else ''}")
+    lines, passes = [], ("draft_ms", "verify_ms")
+    for key, title, columns in (("block_size", "block size: milliseconds of one pass (context 64)", passes),
+                                ("tree_budget", "tree: milliseconds of one pass (context 64)", passes),
+                                ("context", "context: milliseconds of one pass, and the KV caches", passes),
+                                ("batch", "batch: tokens a second, all rows together", ("autoregressive", "speculative", "auto"))):
+        most = max((row[c] or 0 for row in found[key] for c in columns), default=0)
+        lines += ["", title] if found[key] else []
+        for row, (i, c) in itertools.product(found[key], enumerate(columns)):
+            value, name = row[c] or 0.0, "" if i else row[key]                   # a block of one is not drafted
+            bytes_ = [row.get(f"{whose}_cache_bytes") for whose in ("target", "drafter")]
+            memory = "" if i or key != "context" else "   target {:.2f} MiB, drafter {:.2f} MiB".format(*(n / 2**20 for n in bytes_))
+            lines.append(f"  {name:>5}  {c.removesuffix('_ms'):14} {value:9.2f} {'█▒░'[i] * round(40 * value / most)}{memory}")
     return "\n".join(lines)
 
 
@@ -667,40 +675,41 @@ def read_prompts(file, tokenizer, prompt_tokens, per_domain):
 GREEN, BLUE, GREY, PLAIN = "\033[32m", "\033[1;34m", "\033[9;90m", "\033[0m"
 
 
-def on_host(log, device):
-    """The same cycles as lists; on CUDA a few at a time, for the host to wait less often."""
-    group = []
-    for cycle in log:
-        group.append(cycle)
-        if len(group) == (CHECK_EVERY if looks_seldom(device) else 1):
-            yield from [Cycle(*(x.tolist() for x in cycle)) for cycle in group]
-            group = []
-    yield from [Cycle(*(x.tolist() for x in cycle)) for cycle in group]
-
-
-def stream(target, drafter, tokenizer, text, prompt, max_new_tokens, stop_ids, show, **how):
-    """Prints text, and what follows the prompt's ids as it is decoded. show: accepted drafts in green, the bonus token in blue, the rejected rest
-    struck out in grey."""
-    began, made, taken = time.perf_counter(), 0, 0
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")                    # a character may be spread over two tokens
-    for cycle in on_host(cycles(target, drafter, [prompt], max_new_tokens, stop_ids=stop_ids, **how), target.device):
-        (drafts,), (accepted,), (bonus,), (done,) = cycle
-        if done:
-            break
-        if taken == 0:
+def stream(steps, tokenizer, text, stop_ids, show):
+    """Prints text, and what `generate` yields of one row. show: accepted drafts in green, the bonus token in blue, the likeliest of the
+    rejected drafts struck out in grey."""
+    began, printed = time.perf_counter(), None
+    to_text = codecs.getincrementaldecoder("utf-8")("replace")                   # a character may be spread over two tokens
+    for decoder in steps:
+        if printed is None:
             print(text, end="")
-        kept = cut((drafts[:accepted] + [bonus])[:max_new_tokens - made], stop_ids)
-        made, taken = made + len(kept), taken + 1
-        parts = [(GREEN, kept[:accepted]), (BLUE, kept[accepted:])] if show else [("", kept)]
-        for colour, tokens in parts:
-            piece = decoder.decode(tokenizer.decode_bytes([t for t in tokens if t not in stop_ids]))
+            printed = int(decoder.prompt_length)
+        new = decoder.text[0, printed:int(decoder.length) + 1].tolist()
+        printed += len(new)
+        accepted = decoder.history[-1][0] - 1 if decoder.history else 0
+        for colour, tokens in ((GREEN, new[:accepted]), (BLUE, new[accepted:])):
+            piece = to_text.decode(tokenizer.decode_bytes([t for t in tokens if t not in stop_ids]))
             print(f"{colour}{piece}{PLAIN}" if show and piece else piece, end="", flush=True)
-        if show and drafts[accepted:]:
-            print(f"{GREY}{tokenizer.decode(drafts[accepted:]).encode('unicode_escape').decode()}{PLAIN}", end="", flush=True)
-    print(decoder.decode(b"", final=True))
-    seconds = time.perf_counter() - began
-    print(f"[{made} tokens in {seconds:.2f} s, {made / seconds:.0f} tokens a second" +
-          (f", tau {(made - 1) / (taken - 1):.2f}]" if drafter is not None and taken > 1 else "]"), file=sys.stderr)
+        if show and decoder.history and decoder.sizes[-1][0] > 1:
+            rest = rejected(decoder.tree.first(decoder.sizes[-1][0]), new[:accepted])
+            print(f"{GREY}{tokenizer.decode(rest).encode('unicode_escape').decode()}{PLAIN}" if rest else "", end="", flush=True)
+    print(to_text.decode(b"", final=True))
+    seconds, made = time.perf_counter() - began, printed - int(decoder.prompt_length)
+    lengths = [kept for (kept,) in decoder.history if kept]
+    tau = f", tau {statistics.mean(lengths):.2f}]" if decoder.drafter and lengths else "]"
+    print(f"[{made} tokens in {seconds:.2f} s, {made / seconds:.0f} tokens a second{tau}", file=sys.stderr)
+
+
+def rejected(tree, accepted):
+    """The likeliest drafts behind the accepted ones: each time the first child."""
+    nodes = list(zip(tree.tokens[0].tolist(), tree.parent[0].tolist()))
+    at, rest = 0, []
+    for token in accepted:
+        at = next((i for i, node in enumerate(nodes) if i and node == (token, at)), len(nodes))
+    while at < len(nodes) and (children := [i for i, (_, parent) in enumerate(nodes) if i and parent == at]):
+        at = children[0]
+        rest.append(nodes[at][0])
+    return rest
 
 
 def parser():
@@ -720,14 +729,17 @@ def parser():
     p.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default: 0; --bench: 0 and 1)")
     p.add_argument("--top-k", type=int, metavar="K")
     p.add_argument("--top-p", type=float, metavar="P")
-    p.add_argument("--block-size", type=size_or_auto, default="auto", metavar="B",
-                   help="tokens that the target reads a cycle; auto: chosen anew each cycle, down to plain decoding (default)")
+    p.add_argument("--block-size", type=size_or_auto, metavar="B",
+                   help="tokens of a block; auto: how many drafts are read is chosen anew each cycle, down to plain decoding (the default; "
+                        "--show: the drafter's own block)")
+    p.add_argument("--tree-budget", type=int, metavar="N",
+                   help=f"tokens that the target reads a cycle, as a tree of the likeliest drafts; 0: a chain (default: {TREE_BUDGET})")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--prompts", type=int, default=8, metavar="N", help="--bench: prompts a domain")
     p.add_argument("--prompt-tokens", type=int, default=64, metavar="N", help="--bench: tokens a prompt")
     p.add_argument("--device", help="cpu, cuda, ... (default: cuda where there is one)")
-    p.add_argument("--graphs", action=argparse.BooleanOptionalAction,
-                   help="passes of fixed shapes as one piece: CUDA graphs (the default on CUDA), or on the CPU compiled code (a minute's wait the first time)")
+    p.add_argument("--compile", action=argparse.BooleanOptionalAction,
+                   help="a cycle's steps as CUDA graphs (the default on CUDA), or on the CPU as compiled code (a minute's wait the first time)")
     p.add_argument("--dtype", choices=DTYPES, help="default: the files' own")
     return p
 
@@ -737,15 +749,18 @@ def size_or_auto(text):
 
 
 def run_benchmark(out, target, drafters, tokenizer, prompts_file, *, prompts, prompt_tokens, max_new_tokens, temperatures=(0.0, 1.0),
-                  block_size="auto", seed=0, sweeping=False, **how):
-    """Benchmarks, prints the table, writes out/report.json. drafters: {method: drafter}, each measured at its own block size and, for "auto", with
-    that as well."""
+                  block_size="auto", tree_budget=TREE_BUDGET, seed=0, sweeping=False, **how):
+    """Benchmarks, prints the table, writes out/report.json. drafters: {method: drafter}, each measured with its chain, its tree, and "auto"."""
     Path(out).mkdir(parents=True, exist_ok=True)
-    rows = read_prompts(prompts_file, tokenizer, prompt_tokens, prompts)
-    methods = {name: (drafter, None if block_size == "auto" else block_size) for name, drafter in drafters.items()}
-    if block_size == "auto":
-        methods |= {f"{name} auto": (drafter, "auto") for name, drafter in drafters.items()}
-    with tqdm(total=sum(map(samples, temperatures)) * sum(map(len, rows.values())), desc="benchmark", unit="prompt") as bar:
+    rows, methods = read_prompts(prompts_file, tokenizer, prompt_tokens, prompts), {}
+    for name, drafter in drafters.items():
+        size, budget = None if block_size == "auto" else block_size, None if drafter.in_turn else tree_budget
+        methods[name] = {"drafter": drafter, "block_size": size}
+        if budget:
+            methods[f"{name} tree"] = {"drafter": drafter, "block_size": size, "tree_budget": budget}
+        if block_size == "auto":
+            methods[f"{name} auto"] = {"drafter": drafter, "block_size": "auto", "tree_budget": budget}
+    with tqdm(total=len(temperatures) * sum(map(len, rows.values())), desc="benchmark", unit="prompt") as bar:
         def progress(what):
             bar.set_postfix_str(what, refresh=False)
             bar.update()
@@ -753,15 +768,17 @@ def run_benchmark(out, target, drafters, tokenizer, prompts_file, *, prompts, pr
                                         progress=progress, **how)
     report = {
         "device": device_name(target.device), "dtype": str(target.dtype).removeprefix("torch."), "torch": torch.__version__,
-        "max_new_tokens": max_new_tokens, "block_size": block_size, "results": results,
-        "acceptance_lengths": {f"{method} T={temperature:g}": {str(n): counts[n] for n in sorted(counts)} for (method, temperature), counts in histograms.items()}}
+        "max_new_tokens": max_new_tokens, "block_size": block_size, "tree_budget": tree_budget, "results": results,
+        "acceptance_lengths": {f"{method} T={temperature:g}": {str(n): counts[n] for n in sorted(counts)}
+                               for (method, temperature), counts in histograms.items()}}
     print(show_report(results, histograms))
     if sweeping:
         with tqdm(desc="sweep", unit="point") as bar:
             def progress(what):
                 bar.set_postfix_str(what)
                 bar.update()
-            report["sweep"] = {name: sweep(target, drafter, [row for d in rows.values() for row in d], progress, **how) for name, drafter in drafters.items()}
+            texts = [row for domain in rows.values() for row in domain]
+            report["sweep"] = {name: sweep(target, drafter, texts, progress, **how) for name, drafter in drafters.items()}
         for name, found in report["sweep"].items():
             print(f"\n{name}{show_sweep(found)}")
     write_json(Path(out) / "report.json", report)
@@ -810,16 +827,23 @@ def main(argv=None):
     drafters = {}
     for drafter, path in zip(opened, folders):
         drafters[f"{drafter.method} {path}" if drafter.method in drafters else drafter.method] = drafter
-    how = dict(block_size=args.block_size, seed=args.seed, top_k=args.top_k, top_p=args.top_p, graphs=args.graphs)
+    block_size = args.block_size or (None if args.show else "auto")
+    budget = TREE_BUDGET if args.tree_budget is None else args.tree_budget or None
     if args.bench:
         run_benchmark(args.out, target, drafters, tokenizer, args.data or Path(args.out) / "heldout.jsonl", prompts=args.prompts,
-                      prompt_tokens=args.prompt_tokens, max_new_tokens=args.max_new_tokens, sweeping=args.sweep,
-                      temperatures=(0.0, 1.0) if args.temperature is None else (args.temperature,), **how)
-    else:
-        text = args.prompt.encode("utf-8", "replace").decode()
-        entry = {"messages": [{"role": "user", "content": text}]} if args.chat else {"prompt": text}
-        stream(target, opened[0] if opened else None, tokenizer, "" if args.chat else text, encode_prompt(entry, tokenizer, None), args.max_new_tokens,
-               stop_tokens(target, tokenizer), args.show, temperature=args.temperature or 0.0, **how)
+                      prompt_tokens=args.prompt_tokens, max_new_tokens=args.max_new_tokens, sweeping=args.sweep, seed=args.seed,
+                      block_size=block_size, tree_budget=budget, top_k=args.top_k, top_p=args.top_p, compile=args.compile,
+                      temperatures=(0.0, 1.0) if args.temperature is None else (args.temperature,))
+        return
+    text = args.prompt.encode("utf-8", "replace").decode()
+    entry = {"messages": [{"role": "user", "content": text}]} if args.chat else {"prompt": text}
+    drafter, stop_ids = opened[0] if opened else None, stop_tokens(target, tokenizer)
+    if args.tree_budget is None and drafter is not None and drafter.in_turn:
+        budget = None
+    steps = generate(target, drafter, [encode_prompt(entry, tokenizer, None)], args.max_new_tokens,
+                   Sampling(args.temperature or 0.0, args.top_k, args.top_p), block_size=block_size, tree_budget=budget, stop_ids=stop_ids,
+                   seed=args.seed, compile=args.compile, look_every=1 if args.show else None)
+    stream(steps, tokenizer, "" if args.chat else text, stop_ids, args.show)
 
 
 def run_command(main):

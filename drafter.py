@@ -20,7 +20,8 @@ import torch.utils.checkpoint
 from torch import nn
 
 from kernels import attention, causal, context_and_block, dflash_training, input_injection_training, make_mask
-from model import Layer, Linear, ModelConfig, RMSNorm, Rope, Transformer, UserError, empty, init_weights, load_weights, read_json, rotate, save_model
+from model import (DecoderLayer, ModelConfig, RMSNorm, Rope, Transformer, UserError, empty, init_weights, load_weights, read_json,
+                   save_model)
 
 
 def default_taps(num_target_layers, taps=5):
@@ -48,9 +49,9 @@ class Drafter(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config, layers = config, config.layers
-        self.fc = Linear(len(config.target_layer_ids) * layers.hidden_size, layers.hidden_size, bias=False)
+        self.fc = nn.Linear(len(config.target_layer_ids) * layers.hidden_size, layers.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(layers.hidden_size, layers.rms_norm_eps)
-        self.layers = nn.ModuleList(Layer(layers, i) for i in range(layers.num_hidden_layers))
+        self.layers = nn.ModuleList(DecoderLayer(layers, i) for i in range(layers.num_hidden_layers))
         self.norm = RMSNorm(layers.hidden_size, layers.rms_norm_eps)
         self.rope = Rope(layers)
 
@@ -140,35 +141,50 @@ class DFlashDrafter(Drafter):
             x = layer(x, rope, mask, cache, context)
         return self.norm(x[:, -block.shape[1]:])
 
-    # ---- decoding ------------------------------------------------------------------------------------------------------------
-
-    def draft(self, target, anchor, start, unread, cache, block_size, end, pick):
-        """Drafts one block a row, in one pass. Returns the tokens of slots 1 .. block_size - 1 and what they were drawn from, as `pick` gives them.
-
-        anchor, start: (B,) int64, the last verified tokens and their positions
-        unread:   of the context that is not in the cache yet: token ids (B, W), their positions (B, W) int64, -1 for what belongs to no
-                  accepted token, and the target's features (B, W, taps * C)
-        cache:    the drafter's KVCache. Context K/V stay in it and grow with the accepted tokens. Block K/V are written behind them
-                  and thrown away: the next call writes over them. Its last slot takes what has no place.
-        end:      as in `Transformer.forward`: at least max(start) + block_size
-        pick:     (logits (B, n, V), first slot) -> tokens (B, n), their distributions (B, n, V)
-        """
-        (_, places, features), B, device = unread, len(anchor), anchor.device
-        places = torch.where(places < 0, cache.length - 1, places)
-        positions = torch.cat((places, start[:, None] + torch.arange(block_size, device=device)), 1)
-        ids = torch.full((B, block_size), self.config.mask_token_id, device=device)
-        ids[:, 0] = anchor
-        cache.at(positions, end)
-        mask, limit = None, (start[:, None] + block_size).expand(-1, block_size)  # one row, and the cache cut to its length: all of it is seen
+    def inject(self, features, context, block, positions, cache):
+        """A pass with a cache: the features (B, W, taps * C) at positions context (B, W) enter it for good, as keys and values of every
+        layer. Those of the block, embeddings (B, N, C) at positions (B, N), lie behind them until the next pass writes over them."""
+        places = torch.cat((context, positions), 1)                              # (B, W + N)
+        limit = places.amax(1, keepdim=True).expand_as(positions) + 1            # a block sees the whole context, and all of itself
         if self.config.injection == "input":
-            limit = torch.cat((torch.where(unread[1] < 0, limit[:, :1], places + 1), limit), 1)
-        if B > 1 or end is None or self.config.injection == "input":
-            mask = make_mask(context_and_block(limit), B, limit.shape[1], cache.end, device, self.dtype)
-        hidden = self(features, target.model.embed_tokens(ids), positions, mask, cache)
-        return pick(target.logits(hidden[:, 1:]), 0)
+            limit = torch.cat((context + 1, limit), 1)
+        cache.write_at(places)
+        mask = make_mask(context_and_block(limit), *limit.shape, cache.kv_len, block.device, self.dtype)
+        return self(features, block, places, mask, cache)
+
+    def draft(self, target, text, features, start, block_size, cache, sample):
+        """Drafts one block a row, in one pass: logits (B, block_size - 1, V) of slots 1, 2, ...
+
+        text:     (B, capacity) token ids by position, the anchor's included
+        features: (B, capacity, taps * C) by position, the target's of all positions before the anchor's
+        start:    (B,) int64, the anchors' positions
+        cache:    the drafter's KVCache, which holds the context up to block_size positions before the anchor: these are read here
+                  (some for a second time, which changes nothing, and needs no record of who has read what)
+        sample:   for drafters that draft one token after the other, see `Eagle3Drafter.draft`
+        """
+        context = last_positions(start, block_size)
+        positions = start[:, None] + torch.arange(block_size, device=start.device)
+        ids = torch.full_like(positions, self.config.mask_token_id)
+        ids[:, 0] = text.gather(1, start[:, None])[:, 0]                         # [anchor, MASK, MASK, ...]
+        hidden = self.inject(rows_at(features, context), context, target.model.embed_tokens(ids), positions, cache)
+        return target.logits(hidden[:, 1:])
+
+    def read(self, target, text, features, positions, cache):
+        """Puts the context at positions (B, W) into the cache: a pass with an empty block. Arguments as in `draft`."""
+        self.inject(rows_at(features, positions), positions, target.model.embed_tokens(text[:, :0]), positions[:, :0], cache)
 
     def loss(self, target, ids, features, trainable, anchors, valid, target_hidden=None, gamma=None):
         return drafter_loss(self, target, ids, features, trainable, anchors, valid, gamma or default_gamma(self.config.block_size), target_hidden)
+
+
+def last_positions(start, n):
+    """(B, n): the n positions before start (B,). Where the text is shorter, its first position stands in for those that don't exist."""
+    return (start[:, None] + torch.arange(-n, 0, device=start.device)).clamp(min=0)
+
+
+def rows_at(x, positions):
+    """x (B, capacity, F) at positions (B, n) -> (B, n, F)"""
+    return x.gather(1, positions[..., None].expand(-1, -1, x.shape[2]))
 
 
 # ---- training (section 4.2) ----------------------------------------------------------------------------------------------------
@@ -238,28 +254,6 @@ def drafter_loss(drafter, target, ids, features, trainable, anchors, valid, gamm
 
 # ---- baselines: drafting one token after the other ---------------------------------------------------------------------------------
 
-def pack(start, unread):
-    """-> what `unread` (see DFlashDrafter.draft) holds, ids and perhaps features, each row's kept part in front and junk behind; its length and first position (B,)."""
-    ids, places, *features = unread
-    order = (places < 0).int().argsort(dim=1, stable=True)                       # (B, W)
-    count = (places >= 0).sum(1)
-    return [ids.gather(1, order), *(x.gather(1, order[..., None].expand_as(x)) for x in features)], count, start - count
-
-
-def draft_in_turn(read, head, ids, hidden, first, last, block_size, end, pick, cache):
-    """read(ids (B, n), hidden, first (B,), end) -> hidden (B, n, C): one causal pass over n positions from `first` on, of which the one at index
-    last (B,) drafts. Each further pass reads the token just drafted. What those passes leave in the cache the next call writes over."""
-    first = first.clamp(max=cache.length - ids.shape[1])                         # only a row that has ended comes so far: its junk would leave the cache
-    at, picked = first + last, []                                                # at (B,): the position that drafts
-    for slot in range(block_size - 1):
-        hidden = read(ids, hidden, first, None if end is None else int(at.max()) + 1)
-        hidden = hidden.gather(1, last[:, None, None].expand(-1, -1, hidden.shape[2]))    # (B, 1, C)
-        picked.append(pick(head(hidden), slot))
-        at, last = at + 1, torch.zeros_like(last)
-        ids, first = picked[-1][0], at
-    return tuple(torch.cat(parts, 1) for parts in zip(*picked))                  # tokens (B, block_size - 1), q (B, block_size - 1, V)
-
-
 def chain_attention(q, keys, values):
     """One step of the training-time test: chain t sees step 0 up to position t, and itself in every later step.
     q: (B, S, H, D); keys, values: (B, S, K, D) of step 0, step 1, ... -> (B, S, H, D)"""
@@ -284,7 +278,7 @@ class Eagle3Drafter(Drafter):
         super().__init__(config)
         attn, C = self.layers[0].self_attn, config.layers.hidden_size
         for name in ("q_proj", "k_proj", "v_proj"):                              # they read [embedding, hidden]
-            setattr(attn, name, Linear(2 * C, getattr(attn, name).out_features, bias=False))
+            setattr(attn, name, nn.Linear(2 * C, getattr(attn, name).out_features, bias=False))
 
     @staticmethod
     def default_taps(L, _=None):
@@ -296,32 +290,39 @@ class Eagle3Drafter(Drafter):
         """It always has one layer, and no mask."""
         return super().for_target(target, num_layers=1, block_size=block_size, mask_token_id=None)
 
-    def forward(self, hidden, embedding, positions, attend):
-        """hidden, embedding: (B, n, C) at positions (B, n); attend: q (B, n, H, D), k, v (B, n, K, D) -> (B, n, H, D). Returns the new hidden."""
-        layer, attn = self.layers[0], self.layers[0].self_attn
-        x = torch.cat((layer.input_layernorm(embedding), self.hidden_norm(hidden)), -1)   # (B, n, 2C)
-        q, k, v = (proj(x).unflatten(-1, (-1, attn.head_dim)) for proj in (attn.q_proj, attn.k_proj, attn.v_proj))
-        cos, sin = self.rope(positions, x.dtype)
-        q, k = rotate(attn.q_norm(q), cos, sin).to(v.dtype), rotate(attn.k_norm(k), cos, sin).to(v.dtype)
-        hidden = hidden + attn.o_proj(attend(q, k, v).flatten(2))
-        return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+    def project(self, hidden, embedding, positions):
+        """hidden, embedding: (B, n, C) at positions (B, n) -> q (B, n, H, D), k and v (B, n, K, D)"""
+        x = torch.cat((self.layers[0].input_layernorm(embedding), self.hidden_norm(hidden)), -1)    # (B, n, 2C)
+        return self.layers[0].self_attn.project(x, x, self.rope(positions, x.dtype))
 
-    def draft(self, target, anchor, start, unread, cache, block_size, end, pick):
-        """As DFlashDrafter.draft, in block_size - 1 passes: pick gets the logits (B, 1, V) of one slot after the other."""
-        (ids, features), count, first = pack(start, unread)
-        last = (count - 1).clamp(min=0)                                          # a row that has ended may have nothing unread
-        ids = ids.roll(-1, 1).scatter(1, last[:, None], anchor[:, None])         # (B, W), the token after each
+    def finish(self, hidden, attended):
+        """hidden (B, n, C), attended (B, n, H, D) -> the new hidden"""
+        hidden = hidden + self.layers[0].self_attn.o_proj(attended.flatten(2))
+        return hidden + self.layers[0].mlp(self.layers[0].post_attention_layernorm(hidden))
 
-        def read(ids, hidden, first, end):
-            B, n = ids.shape
-            positions = first[:, None] + torch.arange(n, device=ids.device)
-            cache.at(positions, end)
-            mask = None                                                          # one row and position, and the cache cut to its length: it sees all
-            if B > 1 or n > 1 or end is None:
-                mask = make_mask(causal(first), B, n, cache.end, ids.device, self.dtype)
-            attend = lambda q, k, v: attention(q.transpose(1, 2), *cache.update(0, k, v), mask).transpose(1, 2)
-            return self(hidden, target.model.embed_tokens(ids), positions, attend)
-        return draft_in_turn(read, lambda hidden: target.logits(self.norm(hidden)), ids, self.fc(features), first, last, block_size, end, pick, cache)
+    def step(self, target, hidden, ids, positions, cache):
+        """One causal pass with a cache: at positions (B, n), hidden (B, n, C) and the tokens behind them, ids (B, n) -> new hidden."""
+        q, k, v = self.project(hidden, target.model.embed_tokens(ids), positions)
+        cache.write_at(positions)
+        mask = make_mask(causal(positions), *positions.shape, cache.kv_len, ids.device, q.dtype)
+        attended = attention(q.transpose(1, 2), *cache.update(0, k, v), mask)
+        return self.finish(hidden, attended.transpose(1, 2))
+
+    def read(self, target, text, features, positions, cache):
+        """As DFlashDrafter.read."""
+        self.step(target, self.fc(rows_at(features, positions)), text.gather(1, positions + 1), positions, cache)
+
+    def draft(self, target, text, features, start, block_size, cache, sample):
+        """As DFlashDrafter.draft, in block_size - 1 passes. sample: (logits (B, 1, V), slot) -> (B, 1), the token drafted in that slot
+        (counted from 0), which the next pass reads."""
+        positions = last_positions(start, block_size)
+        hidden, ids = self.fc(rows_at(features, positions)), text.gather(1, positions + 1)
+        logits = []
+        for slot in range(block_size - 1):
+            hidden = self.step(target, hidden, ids, positions, cache)[:, -1:]
+            logits.append(target.logits(self.norm(hidden)))
+            ids, positions = sample(logits[-1], slot), positions[:, -1:] + 1
+        return torch.cat(logits, 1)
 
     def loss(self, target, ids, features, trainable, target_hidden=None, chunk=2**28):
         """Training-time test: block_size - 1 steps of drafting from every position at once, each fed with the hidden states of the one before.
@@ -330,18 +331,20 @@ class Eagle3Drafter(Drafter):
         (B, S), steps = ids.shape, self.config.block_size - 1
         ahead = lambda x, n: torch.cat((x[:, n:], torch.zeros_like(x[:, :n])), 1)         # [t] is x[t + n]
         hidden, keys, values, total, weight = self.fc(features).to(self.dtype), [], [], 0.0, 0.0
-
-        def attend(q, k, v):
+        for j in range(steps):
+            positions = torch.arange(j, S + j, device=ids.device).expand(B, S)
+            q, k, v = self.project(hidden, target.model.embed_tokens(ahead(ids, 1 + j)), positions)
             keys.append(k)
             values.append(v)
-            if steps * B * q.shape[2] * S * S > chunk:                           # too many scores to keep: the backward pass computes them again
-                return torch.utils.checkpoint.checkpoint(chain_attention, q, list(keys), list(values), use_reentrant=False)
-            return chain_attention(q, keys, values)
-        for j in range(steps):
-            hidden = self(hidden, target.model.embed_tokens(ahead(ids, 1 + j)), torch.arange(j, S + j, device=ids.device).expand(B, S), attend)
+            if steps * B * q.shape[2] * S * S > chunk:                           # too many scores to keep: the backward pass has them again
+                attended = torch.utils.checkpoint.checkpoint(chain_attention, q, list(keys), list(values), use_reentrant=False)
+            else:
+                attended = chain_attention(q, keys, values)
+            hidden = self.finish(hidden, attended)
             counts = ahead(trainable, 2 + j)                                     # (B, S)
             labels = ahead(ids, 2 + j) if target_hidden is None else ahead(target_hidden, 1 + j)
-            total += 0.8**j * token_losses(target.logits, target, self.norm(hidden[counts]), labels[counts], chunk // steps).sum()
+            losses = token_losses(target.logits, target, self.norm(hidden[counts]), labels[counts], chunk // steps)
+            total += 0.8**j * losses.sum()
             weight += 0.8**j * counts.sum()
         return total, weight
 
@@ -364,12 +367,19 @@ class ARDrafter(Drafter):
         self.transformer.init_weights(generator)
         self.transformer.load_state_dict(target.state_dict(), strict=False)
 
-    def draft(self, target, anchor, start, unread, cache, block_size, end, pick):
-        """As Eagle3Drafter.draft. The first pass reads the unread tokens and the anchor."""
-        (ids,), count, first = pack(start, unread[:2])
-        ids = F.pad(ids, (0, 1)).scatter(1, count[:, None], anchor[:, None])     # (B, W + 1)
-        read = lambda ids, hidden, first, end: self.transformer(ids, first, cache, end=end)[0]
-        return draft_in_turn(read, self.transformer.logits, ids, None, first, count, block_size, end, pick, cache)
+    def read(self, target, text, features, positions, cache):
+        """As DFlashDrafter.read."""
+        self.transformer(text.gather(1, positions), positions, cache)
+
+    def draft(self, target, text, features, start, block_size, cache, sample):
+        """As Eagle3Drafter.draft; the first pass reads the anchor too."""
+        positions = last_positions(start + 1, block_size + 1)
+        ids, logits = text.gather(1, positions), []
+        for slot in range(block_size - 1):
+            hidden, _ = self.transformer(ids, positions, cache)
+            logits.append(self.transformer.logits(hidden[:, -1:]))
+            ids, positions = sample(logits[-1], slot), positions[:, -1:] + 1
+        return torch.cat(logits, 1)
 
     def loss(self, target, ids, trainable, target_hidden=None):
         """Cross-entropy of the next token where that is trainable; see `drafter_loss`."""

@@ -1,11 +1,11 @@
 """Attention, and who may see whom.
 
 A mask is a small function `mask_mod(b, h, q_idx, kv_idx) -> bool` (FlexAttention's own form): may query q of row b see key kv?
-Each is written once, and `make_mask` turns it into what the device's executor wants:
+Each is written once, and `make_mask` turns it into what its executor wants:
 
-  CUDA       a BlockMask, for `torch.compile`d FlexAttention, which skips the 128 x 128 tiles that are empty
-  elsewhere  a dense (B, 1, Q, KV) tensor, for scaled_dot_product_attention (FlexAttention has no backward on the CPU), and
-             for two plain matrix products where gradients are wanted
+  many queries on CUDA (training, long prompts)   a BlockMask, for `torch.compile`d FlexAttention, which skips empty 128 x 128 tiles
+  few queries (decoding), and the CPU             a dense (B, 1, Q, KV) tensor, for scaled_dot_product_attention, and for two plain
+                                                  matrix products where gradients are wanted on the CPU
 
 `attention` then runs either. Nothing here knows what a model, a token or a file is.
 """
@@ -18,16 +18,28 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 # ---- the masks -----------------------------------------------------------------------------------------------------------
 
-def causal(start):
-    """Query i of row b stands at position start[b] + i and sees every key up to there. start: (B,) int64."""
+def causal(positions):
+    """Query i of row b stands at positions[b, i] and sees every key up to there. positions: (B, Q) int64."""
     def causal_mask(b, h, q_idx, kv_idx):
-        return kv_idx <= start[b] + q_idx
+        return kv_idx <= positions[b, q_idx]
     return causal_mask
 
 
+def tree(start, ancestors):
+    """Verification: the nodes of a tree of drafts lie in the cache from start[b] on, behind the context. A node sees the context,
+    its ancestors and itself. start: (B,) int64; ancestors: (B, N, N) bool, [b, i, j]: is node j an ancestor of node i, or i itself?"""
+    last = ancestors.shape[2] - 1
+
+    def tree_mask(b, h, q_idx, kv_idx):
+        node = kv_idx - start[b]
+        return (node < 0) | ((node <= last) & ancestors[b, q_idx, node.clamp(0, last)])
+    return tree_mask
+
+
 def context_and_block(limit):
-    """Drafting: query i of row b sees all keys below limit[b, i]. Every query of a block has the same limit: the cached context and the whole block, both ways.
-    (With injection "input" the new context positions are queries too, and each sees up to itself.) limit: (B, Q) int64."""
+    """Drafting: query i of row b sees every key below limit[b, i]. All queries of a block have the same limit: the cached context
+    and the whole block, both ways. (With injection "input" the context's positions are queries too, and each sees up to itself.)
+    limit: (B, Q) int64."""
     def context_and_block_mask(b, h, q_idx, kv_idx):
         return kv_idx < limit[b, q_idx]
     return context_and_block_mask
@@ -36,9 +48,9 @@ def context_and_block(limit):
 def dflash_training(anchors, context_length, block_size):
     """Training: many blocks of one sequence in one pass (paper, section 4.2).
 
-    Keys are [context features 0..context_length-1 | block 0 | block 1 | ...], queries are [block 0 | block 1 | ...], and block n starts
-    at position anchors[b, n]. A query sees the context BEFORE its anchor, and its own block. What decides is the anchor's position,
-    never the block's number: blocks overlap, and an earlier block may reach past a later anchor. anchors: (B, N) int64.
+    Keys are [context features 0..context_length-1 | block 0 | block 1 | ...], queries are [block 0 | block 1 | ...], and block n
+    starts at position anchors[b, n]. A query sees the context BEFORE its anchor, and its own block. What decides is the anchor's
+    position, never the block's number: blocks overlap, and an earlier block may reach past a later anchor. anchors: (B, N) int64.
     """
     def dflash_training_mask(b, h, q_idx, kv_idx):
         block = q_idx // block_size
@@ -49,16 +61,27 @@ def dflash_training(anchors, context_length, block_size):
 
 
 def input_injection_training(anchors, context_length, block_size):
-    """`dflash_training` where the context goes through the layers too (the drafter's injection "input"): its positions are queries in front of the blocks',
-    and see what stands before them in the text, and themselves."""
+    """`dflash_training` where the context goes through the layers too (the drafter's injection "input"): its positions are queries
+    in front of the blocks', and see what stands before them in the text, and themselves."""
     blocks = dflash_training(anchors, context_length, block_size)
 
     def input_injection_training_mask(b, h, q_idx, kv_idx):
-        return torch.where(q_idx < context_length, kv_idx <= q_idx, blocks(b, h, (q_idx - context_length).clamp(min=0), kv_idx))
+        in_blocks = blocks(b, h, (q_idx - context_length).clamp(min=0), kv_idx)
+        return torch.where(q_idx < context_length, kv_idx <= q_idx, in_blocks)
     return input_injection_training_mask
 
 
 # ---- the two executors ---------------------------------------------------------------------------------------------------
+
+FLEX_QUERIES = 128    # a BlockMask's tile: with fewer queries there is nothing to skip, and a dense mask needs no compilation
+
+
+def make_mask(mask_mod, B, Q, KV, device, dtype=torch.float32):
+    """What `attention` takes as its mask, built once a forward pass and shared by all its layers and heads."""
+    if torch.device(device).type == "cuda" and Q >= FLEX_QUERIES:
+        return compiled(create_block_mask)(mask_mod, B, None, Q, KV, device=device)
+    return dense(mask_mod, B, Q, KV, device, dtype)
+
 
 def dense(mask_mod, B, Q, KV, device, dtype=torch.float32):
     """The predicate as an additive mask: (B, 1, Q, KV), 0 where visible and -inf where not. (Predicates are elementwise, so plain
@@ -67,6 +90,31 @@ def dense(mask_mod, B, Q, KV, device, dtype=torch.float32):
     visible = mask_mod(b.view(-1, 1, 1, 1), torch.zeros((), dtype=torch.int64, device=device), q.view(-1, 1), kv)
     return torch.zeros((), dtype=dtype, device=device).where(visible, float("-inf")).expand(B, 1, Q, KV)
 
+
+def attention(q, k, v, mask):
+    """softmax(q k^T / sqrt(D)) v. q: (B, H, Q, D); k, v: (B, K, KV, D), each key-value head serving H / K query heads.
+
+    mask: from `make_mask`. Returns (B, H, Q, D).
+    """
+    if isinstance(mask, BlockMask):
+        # A compiled layer takes FlexAttention into its own graph.
+        run = flex_attention if torch.compiler.is_compiling() else compiled(flex_attention)
+        return run(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+    if torch.is_grad_enabled() and q.device.type == "cpu":
+        return plain_attention(q, k, v, mask)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def plain_attention(q, k, v, mask):
+    """The same as two matrix products. On the CPU their backward is faster than SDPA's for short sequences."""
+    B, H, Q, D = q.shape
+    K, KV = k.shape[1:3]
+    scores = (q.reshape(B, K, -1, D) @ k.transpose(2, 3)).view(B, H, Q, KV) * D ** -0.5     # a group's heads share their keys
+    weights = (scores + mask).float().softmax(-1).to(v.dtype)
+    return (weights.view(B, K, -1, KV) @ v).view(B, H, Q, D)
+
+
+# ---- compiling -----------------------------------------------------------------------------------------------------------
 
 def has_compiler():
     """On the CPU torch.compile needs a C++ compiler."""
@@ -84,36 +132,6 @@ def allow_recompiling():
 
 @functools.cache
 def compiled(function):
-    """torch.compile on first use: importing the compiler takes as long as importing PyTorch, and on the CPU decoding needs none."""
+    """torch.compile on first use: importing the compiler takes as long as importing PyTorch, and plain decoding on the CPU needs none."""
     allow_recompiling()
     return torch.compile(function)
-
-
-def make_mask(mask_mod, B, Q, KV, device, dtype=torch.float32):
-    """What `attention` takes as its mask, built once a forward pass and shared by all its layers and heads."""
-    if torch.device(device).type == "cuda":
-        return compiled(create_block_mask)(mask_mod, B, None, Q, KV, device=device)
-    return dense(mask_mod, B, Q, KV, device, dtype)
-
-
-def plain_attention(q, k, v, mask=None):
-    """softmax(q k^T / sqrt(D)) v as two matrix products. On the CPU its backward is faster than SDPA's for short sequences."""
-    B, H, Q, D = q.shape
-    K, KV = k.shape[1:3]
-    scores = (q.reshape(B, K, -1, D) @ k.transpose(2, 3)).view(B, H, Q, KV) * D ** -0.5     # the heads of a group share their keys
-    if mask is not None:
-        scores = scores + mask
-    return (scores.float().softmax(-1).to(v.dtype).view(B, K, -1, KV) @ v).view(B, H, Q, D)
-
-
-def attention(q, k, v, mask=None):
-    """softmax(q k^T / sqrt(D)) v. q: (B, H, Q, D); k, v: (B, H_kv, KV, D), each kv head serving H / H_kv query heads.
-
-    mask: from `make_mask`; None where every query sees every key. Returns (B, H, Q, D).
-    """
-    if isinstance(mask, BlockMask):
-        run = flex_attention if torch.compiler.is_compiling() else compiled(flex_attention)     # a compiled layer takes it into its own graph
-        return run(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
-    if torch.is_grad_enabled() and q.device.type == "cpu":
-        return plain_attention(q, k, v, mask)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])

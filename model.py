@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from unicodedata import normalize
 
+import numpy as np
 import regex
 import tiktoken
 import torch
@@ -22,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from kernels import attention, causal, make_mask
+from kernels import attention, causal, make_mask, tree as tree_mask
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -213,7 +214,7 @@ class Rope:
 
     def __init__(self, config):
         frequency, self.factor = rope_frequencies(config)
-        self.frequency = torch.cat((-frequency, frequency))                      # gives sin rotate_half's sign, see `rotate`; cos does not see it
+        self.frequency = torch.cat((-frequency, frequency))      # gives sin rotate_half's sign, see `apply_rotary_emb`; cos is even
 
     def __call__(self, positions, dtype):
         """positions (B, N) -> cos, sin (B, N, 1, D)"""
@@ -223,66 +224,52 @@ class Rope:
         return [(x if self.factor == 1 else x * self.factor).to(dtype) for x in (angle.cos(), angle.sin())]
 
 
-def rotate(x, cos, sin):
-    """x: (B, N, heads, D). Hugging Face's x * cos + rotate_half(x) * sin: rolling by D/2 and a signed sin are that in fewer passes."""
+def apply_rotary_emb(x, cos, sin):
+    """x: (B, N, heads, D). x * cos + rotate_half(x) * sin; rolling by D/2 is rotate_half but for the sign, which sin has."""
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
 # ---- the Transformer ---------------------------------------------------------------------------------------------------------
 
 class KVCache:
-    """Preallocated keys and values, in each layer (B * length, K, D) to write to, and as a view (B, K, length, D) to read. A rollback moves a length that the caller
-    holds, it copies nothing: what lies at or past a row's length is never seen (see the masks in kernels.py) and is written over by the next pass."""
+    """Preallocated keys and values of all layers. A rollback moves a length that the caller holds, it copies nothing: slots at or past
+    a row's length are never seen (see the masks in kernels.py), and the next pass writes over them.
+
+    kv_len: how many slots a pass looks at, from the first one on; at least one past every slot that it writes.
+    """
 
     def __init__(self, config, batch, length, device, dtype):
-        def empty():
-            flat = torch.zeros(batch * length, config.num_key_value_heads, config.head_dim, device=device, dtype=dtype)
-            return flat, flat.view(batch, length, *flat.shape[1:]).transpose(1, 2)
-        self.layers = [(empty(), empty()) for _ in range(config.num_hidden_layers)]    # of keys, of values
-        self.length, self.first_slot = length, torch.arange(batch, device=device)[:, None] * length
+        L, K, D = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
+        self.data = torch.zeros(L, 2, batch, K, length, D, device=device, dtype=dtype)
+        self.flat = self.data.view(L * 2, batch * K * length, D)                 # the same memory, a slot of a row and head after another
+        self.first = torch.arange(batch * K, device=device).view(batch, K, 1) * length
+        self.kv_len = length
 
-    @property
-    def nbytes(self):
-        return sum(flat.nbytes for pair in self.layers for flat, _ in pair)
+    def places(self, slots):
+        """slots (B, N) -> their places in `flat`, (B * K * N,)"""
+        return (self.first + slots[:, None]).flatten()
 
-    def at(self, positions, end=None):
-        """Says where the next pass writes, positions (B, N), and how far it looks: the longest row's length after it, or all of it."""
-        self.slots, self.end = (self.first_slot + positions).view(-1), end or self.length
+    def write_at(self, slots):
+        """The next pass writes its N tokens at slots (B, N)."""
+        self.writing = self.places(slots)
 
     def update(self, layer, k, v):
-        """Writes k, v (B, N, K, D) of a layer at the slots; returns that layer's keys and values, (B, K, end, D) each."""
-        seen = []
-        for (flat, rows), new in zip(self.layers[layer], (k, v)):
-            flat.index_copy_(0, self.slots, new.flatten(0, 1))
-            seen.append(rows[:, :, :self.end])
-        return seen
+        """Writes k, v (B, N, K, D) of a layer; returns that layer's keys and values, (B, K, kv_len, D) each."""
+        for i, new in enumerate((k, v)):
+            self.flat[2 * layer + i].index_copy_(0, self.writing, new.transpose(1, 2).reshape(-1, new.shape[-1]))
+        return self.data[layer, :, :, :, :self.kv_len]
 
-
-def linear(x, weight, bias=None):
-    """x (..., K), weight (N, K) -> x W^T + bias (..., N). In bfloat16 on the CPU a handful of tokens, the case of decoding, is multiplied as (W x^T)^T: that way
-    round the weights are read 1.2 to 1.6 times as fast. (In float32 the product gains less, and what comes after it loses more to the odd layout.)"""
-    if weight.dtype == torch.bfloat16 == x.dtype and x.device.type == "cpu" and not torch.is_grad_enabled() and (tokens := x.numel() // x.shape[-1]) <= 64:
-        flat = x.reshape(tokens, -1)
-        y = (weight @ flat[0])[None] if tokens == 1 else (weight @ flat.T).T
-        return (y if bias is None else y + bias).view(*x.shape[:-1], -1)
-    return F.linear(x, weight, bias)
-
-
-class Linear(nn.Linear):
-    def forward(self, x):
-        return linear(x, self.weight, self.bias)
+    def move(self, source, destination):
+        """Copies slots source (B, N) to destination (B, N), in all layers."""
+        self.flat.index_copy_(1, self.places(destination), self.flat.index_select(1, self.places(source)))
 
 
 class RMSNorm(nn.Module):
     def __init__(self, size, eps):
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
-        self.epsilon = torch.tensor(eps, device="cpu")
 
     def forward(self, x):
-        if x.dtype == torch.float32 and x.device.type == "cpu" and not torch.is_grad_enabled():      # half the time of the CPU's rms_norm
-            norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-            return (x * torch.addcmul(self.epsilon, norm, norm, value=1 / x.shape[-1]).rsqrt_()).mul_(self.weight)
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
@@ -295,41 +282,45 @@ class Attention(nn.Module):
         C, H, K, D = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
         bias = config.attention_bias or config.model_type == "qwen2"
         self.layer, self.head_dim = layer, D
-        self.q_proj = Linear(C, H * D, bias=bias)
-        self.k_proj = Linear(C, K * D, bias=bias)
-        self.v_proj = Linear(C, K * D, bias=bias)
-        self.o_proj = Linear(H * D, C, bias=config.attention_bias)
+        self.q_proj = nn.Linear(C, H * D, bias=bias)
+        self.k_proj = nn.Linear(C, K * D, bias=bias)
+        self.v_proj = nn.Linear(C, K * D, bias=bias)
+        self.o_proj = nn.Linear(H * D, C, bias=config.attention_bias)
         qk_norm = config.model_type == "qwen3"
         self.q_norm = RMSNorm(D, config.rms_norm_eps) if qk_norm else nn.Identity()
         self.k_norm = RMSNorm(D, config.rms_norm_eps) if qk_norm else nn.Identity()
 
+    def project(self, x, source, rope):
+        """x (B, Q, C), source (B, N, C) -> q (B, Q, H, D), k and v (B, N, K, D), q and k normed and turned to their positions."""
+        cos, sin = rope                                                          # at the positions of source, whose last ones are x's
+        first = source.shape[1] - x.shape[1]
+        q, k, v = (proj(h).unflatten(-1, (-1, self.head_dim))
+                   for proj, h in ((self.q_proj, x), (self.k_proj, source), (self.v_proj, source)))
+        q = apply_rotary_emb(self.q_norm(q), cos[:, first:], sin[:, first:])
+        k = apply_rotary_emb(self.k_norm(k), cos, sin)
+        return q.to(v.dtype), k.to(v.dtype), v                                   # under autocast norms and angles are float32
+
     def forward(self, x, rope, mask, cache=None, context=None):
-        B, Q, _ = x.shape
-        cos, sin = rope                                                          # at the positions of [context, x]
         source = x if context is None else torch.cat((context, x), 1)            # (B, N, C), N = Q or context + Q
-        q, k, v = self.q_proj(x), self.k_proj(source), self.v_proj(source)       # like after like: a CPU runs the second of two equal calls in half the time
-        q, k, v = (part.view(B, part.shape[1], -1, self.head_dim) for part in (q, k, v))    # (B, Q, H, D), (B, N, K, D), (B, N, K, D)
-        q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, cos[:, -Q:], sin[:, -Q:]), rotate(k, cos, sin)
-        q, k = q.to(v.dtype), k.to(v.dtype)                                      # under autocast the norms and angles are float32
-        k, v = (k.transpose(1, 2), v.transpose(1, 2)) if cache is None else cache.update(self.layer, k, v)    # (B, K, N or cache.end, D)
+        q, k, v = self.project(x, source, rope)
+        k, v = (k.transpose(1, 2), v.transpose(1, 2)) if cache is None else cache.update(self.layer, k, v)
         out = attention(q.transpose(1, 2), k, v, mask)                           # (B, H, Q, D)
-        return self.o_proj(out.transpose(1, 2).reshape(B, Q, -1))
+        return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x):
         gate, up = self.gate_proj(x), self.up_proj(x)
         return self.down_proj(F.silu(gate) * up)
 
 
-class Layer(nn.Module):
+class DecoderLayer(nn.Module):
     """A pre-norm decoder layer, of the target and of the drafter alike."""
 
     def __init__(self, config, layer):
@@ -350,10 +341,10 @@ class Transformer(nn.Module):
         self.config = config
         self.model = nn.Module()                      # for the "model." in the parameters' names
         self.model.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.model.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers))
+        self.model.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.model.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         if not config.tie_word_embeddings:
-            self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.rope = Rope(config)
 
     @property
@@ -366,7 +357,7 @@ class Transformer(nn.Module):
 
     def logits(self, hidden):
         """The LM head, the target's and the drafter's: (..., C) -> (..., V)."""
-        return linear(hidden, self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight)
+        return F.linear(hidden, self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight)
 
     def init_weights(self, generator):
         """Normal with deviation 1/sqrt(fan-in); the projections that write to the residual stream start at zero, so that every layer
@@ -374,27 +365,26 @@ class Transformer(nn.Module):
         init_weights(self, generator)
         nn.init.normal_(self.model.embed_tokens.weight, std=0.02, generator=generator)
 
-    def forward(self, ids, start=None, cache=None, taps=(), end=None):
+    def forward(self, ids, positions=None, cache=None, taps=(), tree=None):
         """One causal pass over new tokens.
 
-        ids:    (B, Q) token ids at positions start[b] .. start[b] + Q - 1
-        start:  (B,) int64, how many cached tokens of each row are valid; None: 0
-        cache:  KVCache to read and to extend; None: the tokens see only each other
-        taps:   layer indices i (0-based): the residual stream AFTER layer i, Hugging Face's hidden_states[i + 1]
-        end:    with a cache, how many of its slots to look at, max(start) + Q; None: all, so that shapes stay the same
+        ids:       (B, Q) token ids
+        positions: (B, Q) int64, their places in the text; None: 0 .. Q - 1
+        cache:     KVCache to extend, in which a token's slot is its position, and to read; None: the tokens see only each other
+        taps:      layer indices i (0-based): the residual stream AFTER layer i, Hugging Face's hidden_states[i + 1]
+        tree:      (start (B,), ancestors (B, Q, Q) bool): the tokens are a tree of drafts, in slots start, start + 1, ... of the cache,
+                   and see as `kernels.tree` says
         Returns (hidden, features): (B, Q, C) after the final norm, for `logits`; (B, Q, len(taps) * C), or None without taps.
         """
         B, Q = ids.shape
-        if start is None:
-            start = torch.zeros(B, dtype=torch.int64, device=ids.device)
-        positions = start[:, None] + torch.arange(Q, device=ids.device)          # (B, Q)
+        order = torch.arange(Q, device=ids.device)
+        positions = order.expand(B, Q) if positions is None else positions
         x = self.model.embed_tokens(ids)                                         # (B, Q, C)
         rope = self.rope(positions, x.dtype)
         if cache is not None:
-            cache.at(positions, end)
-        mask = None                                                              # one new token, and the cache cut to its length: it sees all
-        if B > 1 or Q > 1 or end is None:
-            mask = make_mask(causal(start), B, Q, cache.end if cache is not None else Q, ids.device, x.dtype)
+            cache.write_at(positions if tree is None else tree[0][:, None] + order)
+        mask_mod = causal(positions) if tree is None else tree_mask(*tree)
+        mask = make_mask(mask_mod, B, Q, Q if cache is None else cache.kv_len, ids.device, x.dtype)
         tapped = {}
         for i, layer in enumerate(self.model.layers):
             x = layer(x, rope, mask, cache)
@@ -432,6 +422,77 @@ def empty(build, device, dtype):
     with torch.device("meta"):
         module = build()
     return module.to(dtype).to_empty(device=device)
+
+
+# ---- from logits to a token ------------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is drawn: from softmax(logits / temperature) after top-k, then top-p; temperature 0 takes the likeliest."""
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def weights(self, logits, noise):
+        """logits (..., V), noise (..., V) from `exponential_noise`, None at temperature 0 -> weights (..., V), the largest of which is the
+        token drawn. Of independent clocks that ring at rates p the first to ring is token x with probability p(x), and noise / p are
+        such times. (Its logarithm is logits / temperature + Gumbel noise: the Gumbel-max trick.) At temperature 0 they are squared
+        probabilities: greedy text is easier to guess than the sampled one that the probabilities are of."""
+        if self.temperature == 0:
+            return (2 * logits.float()).softmax(-1)
+        return self.probabilities(logits) / noise
+
+    def draw(self, logits, noise):
+        """-> token ids (...)"""
+        return (logits if self.temperature == 0 else self.weights(logits, noise)).argmax(-1)
+
+    def probabilities(self, logits):
+        """logits (..., V) -> probabilities (..., V) in float32 after temperature (> 0), then top-k, then top-p (the smallest set of
+        likeliest tokens that reaches top_p)."""
+        logits = logits.float()
+        logits = (logits - logits.amax(-1, keepdim=True)) / max(self.temperature, 1e-6)    # shifted: no overflow where it is very cold
+        if self.top_k is not None and self.top_k < logits.shape[-1]:
+            logits = logits.masked_fill(logits < logits.topk(self.top_k, dim=-1).values[..., -1:], float("-inf"))
+        probs = logits.softmax(-1)
+        if self.top_p is not None and self.top_p < 1:
+            ordered, index = probs.sort(-1, descending=True)
+            ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= max(self.top_p, 1e-9), 0.0)
+            probs = torch.zeros_like(probs).scatter_(-1, index, ordered)
+            probs = probs / probs.sum(-1, keepdim=True)
+        return probs
+
+
+def scramble(x):
+    """A bijection of the 32-bit integers whose output looks random (lowbias32, Chris Wellons 2018). Works in place."""
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32)):
+        x ^= (x >> shift).bitwise_and_((1 << 32 - shift) - 1)                    # a shift of a signed number copies its sign
+        x *= factor
+    x ^= (x >> 16).bitwise_and_(0xFFFF)
+    return x
+
+
+def stream_keys(seed, rows):
+    """(rows, 2) int32, each row's own stream of noise: of (seed, row) for an int seed, of the row's own seed for a list of them."""
+    if seed is None:
+        seed = int(np.random.SeedSequence().entropy % 2**63)
+    if isinstance(seed, (int, np.integer)):
+        seeds = [(seed, row) for row in range(rows)]
+    elif len(seeds := list(seed)) != rows:
+        raise UserError(f"{len(seeds)} seeds for {rows} prompts; give one seed, or one a prompt")
+    return torch.from_numpy(np.stack([np.random.SeedSequence(s).generate_state(2, np.uint32) for s in seeds]).view(np.int32))
+
+
+def exponential_noise(keys, index, vocab_size):
+    """The noise of each (stream, token index, token id): exponentially distributed, with mean 1, and a function of these three alone.
+
+    keys: (B, 2) int32 from `stream_keys`; index: (B, n), of the tokens that are drawn. Returns (B, n, vocab_size) float32.
+    """
+    stream, more = keys[:, :1], keys[:, 1:]
+    key = scramble(scramble(stream + index.int()) ^ more)                        # (B, n)
+    token = scramble(torch.arange(vocab_size, dtype=torch.int32, device=keys.device))
+    bits = scramble(key[:, :, None] ^ token)                                     # (B, n, V)
+    uniform = (bits & 0x7FFFFFFF).float().add_(0.5).mul_(-2.0**-31)              # in (-1, 0), finest near 0: the winner's is there
+    return uniform.clamp_(min=2.0**-24 - 1).log1p_().neg_()
 
 
 # ---- the tokenizer: byte-level BPE, in tokenizer.json's format, run by tiktoken -------------------------------------------------------
