@@ -43,40 +43,37 @@ KEPT_BYTES = 2**31    # of the caches of idle Decoders, which later calls of the
 
 # ---- what the target reads: a chain of drafts, or a tree ---------------------------------------------------------------------------
 
-class Tree(NamedTuple):
-    """The anchor and the drafts behind it, parents before children. In a chain every node but the last has one child."""
-    tokens: torch.Tensor         # (B, N) int64, the anchor first
-    parent: torch.Tensor         # (B, N) int64, the node before; the anchor's is itself
-    depth: torch.Tensor          # (B, N) int64, how far behind the anchor
-    ancestors: torch.Tensor      # (B, N, N) bool, [b, i, j]: is node j an ancestor of node i, or i itself?
-    probability: torch.Tensor    # (B, N) float32, the drafter's, of all drafts down to this one
+class Drafts(NamedTuple):
+    """The anchor and the drafts behind it: a chain, in which each has the one before it as parent, or a tree, parents before children."""
+    tokens: torch.Tensor                     # (B, N) int64, the anchor first
+    probability: torch.Tensor                # (B, N) float32, the drafter's, of all drafts from the anchor to this one
+    parent: torch.Tensor | None = None       # trees: (B, N) int64, the node before; the anchor's is itself
+    depth: torch.Tensor | None = None        # trees: (B, N) int64, how far behind the anchor
+    ancestors: torch.Tensor | None = None    # trees: (B, N, N) bool, [b, i, j]: is node j an ancestor of node i, or i itself?
 
     def first(self, n):
-        return Tree(self.tokens[:, :n], self.parent[:, :n], self.depth[:, :n], self.ancestors[:, :n, :n], self.probability[:, :n])
+        """Of a tree, the best n nodes."""
+        return Drafts(*(x if x is None else x[:, :n, :n] if x.dim() == 3 else x[:, :n] for x in self))
 
 
-def draft_chain(anchor, weights):
-    """The likeliest token of each slot. anchor (B, 1); weights (B, S, V), the drafter's `Sampling.weights` of its slots. N = S + 1."""
-    best, tokens = weights.max(-1)                                               # (B, S)
-    B, N = len(anchor), weights.shape[1] + 1
-    order = torch.arange(N, device=anchor.device)
-    probability = F.pad((best / weights.sum(-1)).cumprod(1), (1, 0), value=1.0)
-    ancestors = (order[:, None] >= order).expand(B, N, N)
-    return Tree(torch.cat((anchor, tokens), 1), (order - 1).clamp(min=0).expand(B, N), order.expand(B, N), ancestors, probability)
+def draft_chain(anchor, guesses):
+    """The likeliest token of each slot. anchor (B, 1); guesses (B, S, V), `Sampling.guesses` of the drafter's slots. N = S + 1."""
+    probability, tokens = guesses.max(-1)                                        # (B, S)
+    return Drafts(torch.cat((anchor, tokens), 1), F.pad(probability.cumprod(1), (1, 0), value=1.0))
 
 
-def draft_tree(anchor, weights, budget):
+def draft_tree(anchor, guesses, budget):
     """The `budget` likeliest prefixes of the block (the anchor's, which is certain, among them), best first: N = budget.
 
     One pass of the drafter gives a distribution for each slot, so a prefix's probability is a product over its slots. Level after level
     the likeliest prefixes grow by one token each; of a level no more than the budget can be among the best (liranringel/ddtree,
     arXiv:2604.12989). Arguments as in `draft_chain`.
     """
-    B, S, V = weights.shape
+    B, S, V = guesses.shape
     K = min(budget - 1, V)                                                       # tokens to choose from in a slot
     W = min(budget - 1, K * K)                                                   # prefixes kept of a level; of the first one K
-    top, tokens = weights.topk(K)                                                # (B, S, K)
-    log_p = (top / weights.sum(-1, keepdim=True)).log()
+    top, tokens = guesses.topk(K)                                                # (B, S, K)
+    log_p = top.log()
     level, scores, choices = log_p.new_zeros(B, 1), [], []
     for slot in range(S):
         longer = (level[:, :, None] + log_p[:, slot, None]).flatten(1)           # (B, prefixes * K)
@@ -94,11 +91,11 @@ def draft_tree(anchor, weights, budget):
     parent, depth = F.pad(parent, (1, 0)), F.pad(depth, (1, 0))                  # the anchor in front
     tokens = tokens.flatten(1).gather(1, (depth[:, 1:] - 1) * K + choice % K)
     probability = F.pad(score.gather(1, best).exp(), (1, 0), value=1.0)
-    return Tree(torch.cat((anchor, tokens), 1), parent, depth, ancestors_of(parent, S), probability)
+    return Drafts(torch.cat((anchor, tokens), 1), probability, parent, depth, ancestors_of(parent, S))
 
 
 def ancestors_of(parent, depth):
-    """parent (B, N) of a tree at most so deep -> ancestors (B, N, N), see `Tree`."""
+    """parent (B, N) of a tree at most so deep -> ancestors (B, N, N), see `Drafts`."""
     B, N = parent.shape
     reach = torch.eye(N, device=parent.device).repeat(B, 1, 1).scatter_(2, parent[..., None], 1.0)
     for _ in range((depth - 1).bit_length()):                                    # one step up, two, four, ...
@@ -106,12 +103,19 @@ def ancestors_of(parent, depth):
     return reach > 0
 
 
-def accept(tree, draws):
-    """The rule: a draft is kept if it equals the target's own draw behind its parent, and its parent was kept. draws: (B, N), the
-    target's token behind each node. -> path (B, N): the kept nodes in order, the anchor first, then the others; num_kept (B,)."""
-    right = (tree.tokens == draws.gather(1, tree.parent)) | (tree.depth == 0)
-    kept = (right[:, None] | ~tree.ancestors).all(-1)                            # (B, N); siblings differ, so it is one path
-    return kept.int().argsort(dim=1, descending=True, stable=True), kept.sum(1)
+# The rule of acceptance, at every temperature: a draft is kept if it equals the token that the target itself draws at its place, and all
+# drafts before it were kept.
+
+def accept_chain(drafts, draws):
+    """draws (B, N): the target's token behind each of drafts.tokens -> how many of these are kept, the anchor included (B,)"""
+    return 1 + (drafts.tokens[:, 1:] == draws[:, :-1]).cumprod(1).sum(1)
+
+
+def accept_tree(drafts, draws):
+    """-> how many are kept (B,); path (B, N): the kept ones in their order, the anchor first, then the others."""
+    right = (drafts.tokens == draws.gather(1, drafts.parent)) | (drafts.depth == 0)
+    kept = (right[:, None] | ~drafts.ancestors).all(-1)                          # (B, N); siblings differ, so they are one path
+    return kept.sum(1), kept.int().argsort(dim=1, descending=True, stable=True)
 
 
 # ---- the loop ------------------------------------------------------------------------------------------------------------------
@@ -148,50 +152,53 @@ class Decoder:
 
     # -- one cycle, on the device
 
-    def draft(self):
-        """The drafter's block behind each row's anchor, as a chain or a tree."""
-        anchor = self.text.gather(1, self.length[:, None])                       # (B, 1)
-        logits = self.drafter.draft(self.target, self.text, self.features, self.length, self.block_size, self.drafter_cache, self.guess)
-        weights = self.sampling.weights(logits, self.noise(0, self.block_size - 1))    # (B, S, V)
-        return draft_tree(anchor, weights, self.tree_budget) if self.tree_budget else draft_chain(anchor, weights)
+    def draft(self, window):
+        """The drafter's block behind each row's anchor, as a chain or a tree. window: so many positions before the anchor may not have been
+        read by the drafter yet."""
+        logits = self.drafter.draft(self.target, self.text, self.features, self.length, window, self.block_size, self.drafter_cache, self.guess)
+        guesses = self.sampling.guesses(logits, self.noise(0, self.block_size - 1))    # (B, S, V)
+        if self.tree_budget:
+            return draft_tree(self.anchor(), guesses, self.tree_budget)
+        return draft_chain(self.anchor(), guesses)
 
     def verify(self, n):
-        """The target reads the first n nodes of the tree, and draws its own token behind each; see `accept`."""
-        tree = self.tree.first(n) if n > 1 else self.no_drafts()
-        branching = self.tree_budget and n > 1
-        positions = self.length[:, None] + tree.depth
-        hidden, features = self.target(tree.tokens, positions, self.cache, self.taps, (self.length, tree.ancestors) if branching else None)
-        noise = self.noise(0, min(n, self.block_size))                           # a node's token has the index of its depth
+        """The target reads the anchor and the first n - 1 drafts, and draws its own token behind each."""
+        drafts = self.drafts.first(n) if n > 1 else Drafts(self.anchor(), None)
+        branching = drafts.depth is not None
+        depth = drafts.depth if branching else torch.arange(n, device=self.device)
+        tree = (self.length, drafts.ancestors) if branching else None
+        hidden, features = self.target(drafts.tokens, self.length[:, None] + depth, self.cache, self.taps, tree)
+        noise = self.noise(0, min(n, self.block_size))                           # (B, depths, V)
         if branching and noise is not None:
-            noise = noise.gather(1, tree.depth[..., None].expand(-1, -1, noise.shape[2]))
+            noise = rows_at(noise, depth)
         draws = self.sampling.draw(self.target.logits(hidden), noise)            # (B, n)
-        path, num_kept = accept(tree, draws)
-        self.commit(draws.gather(1, path), path, num_kept, features)
+        if branching:
+            num_kept, path = accept_tree(drafts, draws)
+            self.cache.move(self.length[:, None] + path, self.length[:, None] + torch.arange(n, device=self.device))
+            draws, features = draws.gather(1, path), rows_at(features, path)
+        else:
+            num_kept = accept_chain(drafts, draws)
+        self.commit(draws, num_kept, features)
 
-    def commit(self, tokens, path, num_kept, features):
-        """Appends each row's num_kept (B,) first tokens (B, n): the kept drafts, and behind them the bonus token. What the target has made
-        of the anchor and the kept drafts, the nodes path (B, n), goes to its place; length moves past them: that is the rollback."""
-        order = torch.arange(path.shape[1], device=self.device)
+    def commit(self, tokens, num_kept, features):
+        """Appends each row's first num_kept (B,) of tokens (B, n): the kept drafts, and behind them the bonus token. length moves past what
+        the target has read of them, and that is the rollback: the rest is never seen again."""
+        n = tokens.shape[1]
+        order = torch.arange(n, device=self.device)
         slots = self.length[:, None] + order                                     # (B, n)
-        if self.tree_budget and path.shape[1] > 1:
-            self.cache.move(self.length[:, None] + path, slots)
         if features is not None:
-            features = rows_at(features, path)
             self.features.scatter_(1, slots[..., None].expand_as(features), features)
         self.text.scatter_(1, slots + 1, tokens)
         stops = (tokens[..., None] == self.stop_ids).any(-1) & (order < num_kept[:, None])
-        num_kept = torch.where(stops, order + 1, num_kept[:, None]).amin(1)      # nothing behind a stop token counts
-        num_kept = num_kept.masked_fill(self.finished, 0)
+        first_stop = order.where(stops, n).amin(1)                               # (B,), n: none
+        num_kept = torch.minimum(num_kept, first_stop + 1).masked_fill(self.finished, 0)    # nothing behind a stop token counts
         self.num_kept.index_copy_(0, self.cycle_number, num_kept[None])
         self.cycle_number += 1
         self.length.copy_(torch.minimum(self.length + num_kept, self.last))
-        self.finished |= stops.any(1) | (self.length >= self.last)
+        self.finished |= (first_stop < n) | (self.length == self.last)
 
-    def no_drafts(self):
-        """The anchor alone, for plain decoding."""
-        anchor = self.text.gather(1, self.length[:, None])
-        here = torch.zeros_like(anchor)
-        return Tree(anchor, here, here, (here == 0)[..., None], None)
+    def anchor(self):
+        return self.text.gather(1, self.length[:, None])                         # (B, 1)
 
     def noise(self, first, n):
         """(B, n, V), of the n tokens from the first one behind the anchor on; None at temperature 0."""
@@ -223,7 +230,7 @@ class Decoder:
         hidden_at_last = 0
         for begin in range(0, width, PREFILL):
             positions = torch.arange(begin, min(begin + PREFILL, width), device=self.device).expand(len(prompts), -1)
-            self.look_as_far_as(begin + PREFILL)
+            self.look_as_far_as(min(begin + PREFILL, width))
             hidden, features = self.target(ids[:, begin:begin + PREFILL], positions, self.cache, self.taps)
             if features is not None:
                 self.features[:, begin:begin + len(positions[0])] = features
@@ -234,9 +241,9 @@ class Decoder:
         first = self.sampling.draw(self.target.logits(hidden_at_last), self.noise(0, 1))    # (B, 1)
         self.length += 1
         self.text.scatter_(1, self.length[:, None], first)
-        self.finished |= (first == self.stop_ids).any(1) | (self.length >= self.last)
-        self.watch, self.history, self.sizes, self.unread = Stopwatch(self.device), [], [], 0
-        self.longest = width
+        self.finished |= (first == self.stop_ids).any(1) | (self.length == self.last)
+        self.watch, self.history, self.sizes = Stopwatch(self.device), [], []
+        self.longest, self.unread = width, 1                                     # a drafter that reads tokens ahead has not seen the anchor
 
     def cycle(self):
         """Draft, verify, accept, commit."""
@@ -246,13 +253,13 @@ class Decoder:
         self.watch.mark()
         self.warm = True
         if drafting:
-            self.tree, self.unread = self.step(self.draft), 0
+            self.drafts, self.unread = self.step(self.draft, self.block_size if self.compile else max(1, self.unread)), 0
             if auto and looking:
-                auto.choose(self.tree.probability[~self.finished].mean(0).tolist())
+                auto.choose(self.drafts.probability[~self.finished].mean(0).tolist())
         elif self.drafter and self.unread >= self.block_size:
             self.step(self.read)
             self.unread = 0
-        n = 1 if not drafting else auto.size if auto else self.tree.tokens.shape[1]
+        n = 1 if not drafting else auto.size if auto else self.drafts.tokens.shape[1]
         self.watch.mark()
         self.step(self.verify, n)
         self.watch.mark()
@@ -281,9 +288,9 @@ class Decoder:
         return result
 
     def look_as_far_as(self, n):
-        """How many slots of the caches the next passes look at: n or somewhat more; all of them where shapes must not change."""
+        """How many slots of the caches the next passes look at: n, or all of them where shapes must not change."""
         for cache in filter(None, (self.cache, self.drafter_cache)):
-            cache.kv_len = self.capacity if self.compile else min(self.capacity, n + -n % 64)
+            cache.kv_len = self.capacity if self.compile else n
 
     def look(self):
         """The host waits for the device, and learns what the cycles since the last look have kept. Returns whether all rows have ended."""
@@ -292,6 +299,8 @@ class Decoder:
             if self.auto:
                 self.auto.update(n, sum(self.watch.cycle(i)) if warm else None, sum(kept) / max(1, sum(k > 0 for k in kept)))
             self.history.append(kept)
+        if self.sizes:
+            self.unread -= min(self.sizes[-1][0], self.block_size) - max(self.history[-1])    # of the last cycle: what it could, what it did
         self.longest = int(self.length.max())
         return bool(self.finished.all())
 
@@ -332,7 +341,7 @@ class Auto:
     """block_size="auto": how many tokens the target reads next, of which one, without a draft, is plain decoding.
 
     A size is worth the tokens expected of it, by the drafter's own probabilities and by how far these could be trusted so far, over its
-    cost in plain cycles. Costs are ratios of the times of neighbouring cycles: a machine's speed changes, but not between these.
+    cost in plain cycles. Costs are ratios of the times of neighbouring cycles: a machine's speed changes, but seldom between these.
     Where drafts lose, plain cycles follow, the more the more was lost and the more looks in a row have lost.
     """
 
@@ -341,33 +350,34 @@ class Auto:
         self.ratios = {n: deque(maxlen=9) for n in self.sizes}                   # measured costs, draft included
         self.kept = self.promised = 2.0                                          # drafts kept, and drafts expected to be: moving sums
         self.lost, self.looks = 0.0, 0                                           # plain cycles that a cycle with drafts loses: moving average
-        self.plain_cycles, self.patience = 2, 8                                  # before the next draft; after it, for each cycle lost
-        self.drafts, self.run = 4, 4                                             # before the next plain cycle, which costs are measured by
-        self.before = None
+        self.plain_cycles, self.patience = 2, 8                                  # before the next draft; after it, for each one lost
+        self.drafts, self.run = 4, 4                                             # before the next plain cycle, to measure costs by
+        self.size = self.before = None                                           # chosen; the cycle before (tokens read, milliseconds)
 
     def cost(self, n):
-        """In plain cycles. What was never measured costs what the next smaller size does, or two."""
-        known = [m for m in self.sizes if m <= n and self.ratios[m]]
-        return statistics.median(self.ratios[known[-1]]) if known else 2.0
+        """In plain cycles: the measured one, no more than a larger size's; unmeasured, the next smaller size's, or two."""
+        known = {m: statistics.median(ratios) for m, ratios in self.ratios.items() if ratios}
+        return min((cost for m, cost in known.items() if m >= n), default=max(known.values(), default=2.0))
 
     def choose(self, probability):
-        """probability: of each node of the tree, that it is kept, by the drafter. Sizes are tried from the smallest up."""
+        """probability: of each draft, that it and all before it are right, by the drafter. Sizes are tried from the smallest up."""
         expected = list(itertools.accumulate(probability))                       # [n - 1]: tokens kept of n
         largest = max((n for n in self.sizes if self.ratios[n]), default=1)
         trust = self.kept / self.promised
-        worth = {n: (1 + trust * (expected[n - 1] - 1)) / self.cost(n) for n in self.sizes if n <= 4 * largest and n <= len(expected)}
+        worth = {n: (1 + trust * (expected[n - 1] - 1)) / self.cost(n) for n in self.sizes if n <= min(4 * largest, len(expected))}
         self.size = max(worth, key=worth.get)
         self.expected = expected[self.size - 1]
 
     def update(self, n, ms, kept):
-        """What a cycle took and kept; ms None: it compiled something."""
-        if ms and self.before and self.before[0] != n:
-            m, ms_before = self.before
-            if n == 1:
-                self.ratios[m].append(ms_before / ms)
-            elif m == 1 or self.ratios[m]:
-                self.ratios[n].append(ms / ms_before * (1.0 if m == 1 else self.cost(m)))
-        self.before = (n, ms) if ms else None
+        """What a cycle took (None: it was a first call, or compiled) and how many tokens it kept."""
+        if ms:
+            if self.before and self.before[0] != n:
+                m, ms_before = self.before
+                if n == 1:
+                    self.ratios[m].append(ms_before / ms)
+                else:
+                    self.ratios[n].append(ms / ms_before * (1.0 if m == 1 else self.cost(m)))
+            self.before = n, ms
         if n == 1:
             self.plain_cycles -= 1
             return
@@ -375,7 +385,7 @@ class Auto:
         self.promised = 0.95 * self.promised + self.expected - 1
         self.looks += 1
         lost = self.cost(n) - 1 - self.kept / self.promised * (self.expected - 1)
-        self.lost += max(0.3, 1 / self.looks) * (lost - self.lost)
+        self.lost += max(0.2, 1 / self.looks) * (lost - self.lost)
         if self.lost > 0:
             self.plain_cycles, self.patience = max(1, round(self.patience * self.lost)), min(2 * self.patience, 64)
             return
@@ -691,7 +701,7 @@ def stream(steps, tokenizer, text, stop_ids, show):
             piece = to_text.decode(tokenizer.decode_bytes([t for t in tokens if t not in stop_ids]))
             print(f"{colour}{piece}{PLAIN}" if show and piece else piece, end="", flush=True)
         if show and decoder.history and decoder.sizes[-1][0] > 1:
-            rest = rejected(decoder.tree.first(decoder.sizes[-1][0]), new[:accepted])
+            rest = rejected(decoder.drafts.first(decoder.sizes[-1][0]), new[:accepted])
             print(f"{GREY}{tokenizer.decode(rest).encode('unicode_escape').decode()}{PLAIN}" if rest else "", end="", flush=True)
     print(to_text.decode(b"", final=True))
     seconds, made = time.perf_counter() - began, printed - int(decoder.prompt_length)
@@ -700,15 +710,16 @@ def stream(steps, tokenizer, text, stop_ids, show):
     print(f"[{made} tokens in {seconds:.2f} s, {made / seconds:.0f} tokens a second{tau}", file=sys.stderr)
 
 
-def rejected(tree, accepted):
+def rejected(drafts, accepted):
     """The likeliest drafts behind the accepted ones: each time the first child."""
-    nodes = list(zip(tree.tokens[0].tolist(), tree.parent[0].tolist()))
+    tokens = drafts.tokens[0].tolist()
+    parents = range(-1, len(tokens) - 1) if drafts.parent is None else [-1, *drafts.parent[0, 1:].tolist()]
     at, rest = 0, []
     for token in accepted:
-        at = next((i for i, node in enumerate(nodes) if i and node == (token, at)), len(nodes))
-    while at < len(nodes) and (children := [i for i, (_, parent) in enumerate(nodes) if i and parent == at]):
-        at = children[0]
-        rest.append(nodes[at][0])
+        at = next(i for i, node in enumerate(zip(tokens, parents)) if node == (token, at))
+    while at in parents:
+        at = parents.index(at)
+        rest.append(tokens[at])
     return rest
 
 

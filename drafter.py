@@ -152,17 +152,18 @@ class DFlashDrafter(Drafter):
         mask = make_mask(context_and_block(limit), *limit.shape, cache.kv_len, block.device, self.dtype)
         return self(features, block, places, mask, cache)
 
-    def draft(self, target, text, features, start, block_size, cache, sample):
+    def draft(self, target, text, features, start, window, block_size, cache, sample):
         """Drafts one block a row, in one pass: logits (B, block_size - 1, V) of slots 1, 2, ...
 
         text:     (B, capacity) token ids by position, the anchor's included
         features: (B, capacity, taps * C) by position, the target's of all positions before the anchor's
         start:    (B,) int64, the anchors' positions
-        cache:    the drafter's KVCache, which holds the context up to block_size positions before the anchor: these are read here
-                  (some for a second time, which changes nothing, and needs no record of who has read what)
+        window:   how many positions before the anchor are read here; those before them are in the cache. (Where a row has read some of
+                  them before, that changes nothing, and nobody has to keep a record.)
+        cache:    the drafter's KVCache
         sample:   for drafters that draft one token after the other, see `Eagle3Drafter.draft`
         """
-        context = last_positions(start, block_size)
+        context = last_positions(start, window)
         positions = start[:, None] + torch.arange(block_size, device=start.device)
         ids = torch.full_like(positions, self.config.mask_token_id)
         ids[:, 0] = text.gather(1, start[:, None])[:, 0]                         # [anchor, MASK, MASK, ...]
@@ -312,10 +313,10 @@ class Eagle3Drafter(Drafter):
         """As DFlashDrafter.read."""
         self.step(target, self.fc(rows_at(features, positions)), text.gather(1, positions + 1), positions, cache)
 
-    def draft(self, target, text, features, start, block_size, cache, sample):
+    def draft(self, target, text, features, start, window, block_size, cache, sample):
         """As DFlashDrafter.draft, in block_size - 1 passes. sample: (logits (B, 1, V), slot) -> (B, 1), the token drafted in that slot
         (counted from 0), which the next pass reads."""
-        positions = last_positions(start, block_size)
+        positions = last_positions(start, window)
         hidden, ids = self.fc(rows_at(features, positions)), text.gather(1, positions + 1)
         logits = []
         for slot in range(block_size - 1):
@@ -371,9 +372,9 @@ class ARDrafter(Drafter):
         """As DFlashDrafter.read."""
         self.transformer(text.gather(1, positions), positions, cache)
 
-    def draft(self, target, text, features, start, block_size, cache, sample):
+    def draft(self, target, text, features, start, window, block_size, cache, sample):
         """As Eagle3Drafter.draft; the first pass reads the anchor too."""
-        positions = last_positions(start + 1, block_size + 1)
+        positions = last_positions(start + 1, window + 1)
         ids, logits = text.gather(1, positions), []
         for slot in range(block_size - 1):
             hidden, _ = self.transformer(ids, positions, cache)

@@ -39,7 +39,7 @@ from tqdm import tqdm
 from decode import autoregressive, benchmark, cycle_ms, encode_prompt, find_device, read_lines, read_prompts, run_benchmark, run_command, stop_tokens
 from drafter import DRAFTERS, default_taps, sample_anchors
 from kernels import allow_recompiling, has_compiler
-from model import CODE_PATTERN, MLP, Layer, ModelConfig, RMSNorm, Tokenizer, Transformer, UserError, read_json, write_json, write_whole
+from model import CODE_PATTERN, MLP, DecoderLayer, ModelConfig, RMSNorm, Tokenizer, Transformer, UserError, read_json, write_json, write_whole
 
 MASK_TOKEN = "<|mask|>"
 END_TOKEN = "<|endoftext|>"
@@ -422,7 +422,7 @@ def train(run, stage, module, batch_loss, settings, *, steps, minutes, lr, token
     module.train()
     if run.compile:                                                              # the layers share one compiled function, where the whole model takes a minute
         allow_recompiling()
-        parts = (RMSNorm, MLP) if stage == "eagle3" else Layer                   # EAGLE-3 calls its layer's parts, many times a step
+        parts = (RMSNorm, MLP) if stage == "eagle3" else DecoderLayer                   # EAGLE-3 calls its layer's parts, many times a step
         for part in filter(lambda m: isinstance(m, parts), module.modules()):
             part.compile()
 
@@ -785,12 +785,12 @@ def measure_claims(run, args, target, tokenizer, responses, corpus):
         drafter, _ = train_drafter(here, mine, target, tokenizer, *(corpus if mine.responses_from == "corpus" else (ids, trainable)), {**settings, "seed": seed})
         if run.main and not (here.out / "result.json").exists():
             with run.bar(sum(map(len, prompts.values())), "benchmark", "prompt") as bar:
-                rows, _ = benchmark(target, {"whole": (drafter, None), "auto": (drafter, "auto")}, prompts, min(192, args.response_tokens), (0.0,),
+                rows, _ = benchmark(target, {"whole": {"drafter": drafter}, "auto": {"drafter": drafter, "block_size": "auto"}}, prompts, min(192, args.response_tokens), (0.0,),
                                     stop_tokens(target, tokenizer), progress=lambda what: bar.update())
             whole, auto = rows[-2:]                                              # over all domains
             first = next(iter(prompts.values()))[0]
             write_json(here.out / "result.json", {"tau": whole["tau"], "speedup": whole["speedup"], "speedup, auto": auto["speedup"], "identical": whole["identical"],
-                                                  "draft_ms": {n: cycle_ms(target, drafter, first, n)["draft_ms"] for n in (2, 4, 8, 16)}})
+                                                  "draft_ms": {n: cycle_ms(target, drafter, first, block_size=n)["draft_ms"] for n in (2, 4, 8, 16)}})
         run.wait()
         if run.main:
             found.setdefault(name, []).append(read_json(here.out / "result.json"))
