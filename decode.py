@@ -211,7 +211,7 @@ class Decoder:
         return self.sampling.draw(logits, self.noise(slot, 1))
 
     def read(self):
-        """Where plain cycles follow each other, the drafter's context is brought up to date now and then: `draft` reads one block of it."""
+        """Where plain cycles follow each other and shapes are fixed, the drafter's context is brought up to date a block at a time."""
         self.drafter.read(self.target, self.text, self.features, last_positions(self.length, self.block_size), self.drafter_cache)
 
     # -- the host's part
@@ -256,7 +256,7 @@ class Decoder:
             self.drafts, self.unread = self.step(self.draft, self.block_size if self.compile else max(1, self.unread)), 0
             if auto and looking:
                 auto.choose(self.drafts.probability[~self.finished].mean(0).tolist())
-        elif self.drafter and self.unread >= self.block_size:
+        elif self.drafter and self.compile and self.unread >= self.block_size:
             self.step(self.read)
             self.unread = 0
         n = 1 if not drafting else auto.size if auto else self.drafts.tokens.shape[1]
@@ -340,31 +340,33 @@ class Stopwatch:
 class Auto:
     """block_size="auto": how many tokens the target reads next, of which one, without a draft, is plain decoding.
 
-    A size is worth the tokens expected of it, by the drafter's own probabilities and by how far these could be trusted so far, over its
-    cost in plain cycles. Costs are ratios of the times of neighbouring cycles: a machine's speed changes, but seldom between these.
+    A size is worth the tokens expected of it, by the drafter's own probabilities raised to a power that makes them right on average, over
+    its cost in plain cycles. Costs are ratios of the times of neighbouring cycles: a machine's speed changes, but seldom between these.
     Where drafts lose, plain cycles follow, the more the more was lost and the more looks in a row have lost.
     """
 
     def __init__(self, most):
         self.sizes = [n for n in (2, 4, 8, 16, 32) if n < most] + [most]
         self.ratios = {n: deque(maxlen=9) for n in self.sizes}                   # measured costs, draft included
-        self.kept = self.promised = 2.0                                          # drafts kept, and drafts expected to be: moving sums
+        self.power = 1.0                                                         # of a probability, to be right on average
         self.lost, self.looks = 0.0, 0                                           # plain cycles that a cycle with drafts loses: moving average
         self.plain_cycles, self.patience = 2, 8                                  # before the next draft; after it, for each one lost
         self.drafts, self.run = 4, 4                                             # before the next plain cycle, to measure costs by
         self.size = self.before = None                                           # chosen; the cycle before (tokens read, milliseconds)
 
     def cost(self, n):
-        """In plain cycles: the measured one, no more than a larger size's; unmeasured, the next smaller size's, or two."""
+        """In plain cycles: the measured one, but no more than a larger size's; unmeasured, between those beside it; at first two."""
         known = {m: statistics.median(ratios) for m, ratios in self.ratios.items() if ratios}
-        return min((cost for m, cost in known.items() if m >= n), default=max(known.values(), default=2.0))
+        if n in known:
+            return min(cost for m, cost in known.items() if m >= n)
+        below, above = [known[m] for m in self.sizes if m < n and m in known], [known[m] for m in self.sizes if m > n and m in known]
+        return statistics.mean([*below[-1:], *above[:1]] or [2.0])
 
     def choose(self, probability):
         """probability: of each draft, that it and all before it are right, by the drafter. Sizes are tried from the smallest up."""
-        expected = list(itertools.accumulate(probability))                       # [n - 1]: tokens kept of n
+        expected = list(itertools.accumulate(p ** self.power for p in probability))    # [n - 1]: tokens kept of n
         largest = max((n for n in self.sizes if self.ratios[n]), default=1)
-        trust = self.kept / self.promised
-        worth = {n: (1 + trust * (expected[n - 1] - 1)) / self.cost(n) for n in self.sizes if n <= min(4 * largest, len(expected))}
+        worth = {n: expected[n - 1] / self.cost(n) for n in self.sizes if n <= min(4 * largest, len(expected))}
         self.size = max(worth, key=worth.get)
         self.expected = expected[self.size - 1]
 
@@ -381,10 +383,9 @@ class Auto:
         if n == 1:
             self.plain_cycles -= 1
             return
-        self.kept = 0.95 * self.kept + kept - 1
-        self.promised = 0.95 * self.promised + self.expected - 1
         self.looks += 1
-        lost = self.cost(n) - 1 - self.kept / self.promised * (self.expected - 1)
+        self.power = min(max(self.power * math.exp((self.expected - kept) / min(self.looks, 20)), 0.1), 100.0)
+        lost = self.cost(n) - (self.expected + kept) / 2                         # what it gave tells as much as what was expected
         self.lost += max(0.2, 1 / self.looks) * (lost - self.lost)
         if self.lost > 0:
             self.plain_cycles, self.patience = max(1, round(self.patience * self.lost)), min(2 * self.patience, 64)

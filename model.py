@@ -456,8 +456,7 @@ class Sampling:
     def probabilities(self, logits):
         """logits (..., V) -> probabilities (..., V) in float32 after temperature (> 0), then top-k, then top-p (the smallest set of
         likeliest tokens that reaches top_p)."""
-        logits = logits.float()
-        logits = (logits - logits.amax(-1, keepdim=True)) / max(self.temperature, 1e-6)    # shifted: no overflow where it is very cold
+        logits = logits.float() / max(self.temperature, 1e-6)
         if self.top_k is not None and self.top_k < logits.shape[-1]:
             logits = logits.masked_fill(logits < logits.topk(self.top_k, dim=-1).values[..., -1:], float("-inf"))
         probs = logits.softmax(-1)

@@ -523,7 +523,8 @@ def test_anchors_slot_holds_the_token_and_the_rest_masks():
     seen = []
     hook = target.model.embed_tokens.register_forward_hook(lambda module, args, out: seen.append(args[0].clone()))
     ids = torch.arange(12)[None]
-    drafter.draft(target, ids + 14, torch.zeros(1, 12, 160), torch.tensor([3]), 3, 4, KVCache(drafter.config.layers, 1, 20, "cpu", torch.float32), None)
+    with torch.no_grad():
+        drafter.draft(target, ids + 14, torch.zeros(1, 12, 160), torch.tensor([3]), 3, 4, KVCache(drafter.config.layers, 1, 20, "cpu", torch.float32), None)
     drafter_loss(drafter, target, ids, torch.zeros(1, 12, 160), ids >= 0, torch.tensor([[5, 2]]), torch.ones(1, 2, dtype=torch.bool), 4.0)
     hook.remove()
     assert seen[0].tolist() == [[17, 60, 60, 60]] and seen[1].tolist() == [[5, 60, 60, 60, 2, 60, 60, 60]]
@@ -703,7 +704,7 @@ def test_compiled_steps_decode_what_eager_ones_do(monkeypatch):
         for most in (40, 30):
             how = {"temperature": temperature, "tree_budget": tree_budget, "seed": 3, "block_size": 5}
             out, eager = (speculative(target, drafter, [[1, 2, 3], [0] * 9], most, compile=compile, **how) for compile in (True, False))
-            assert out.tokens == eager.tokens and out.tau > 1.1 and out.acceptance_lengths == eager.acceptance_lengths
+            assert out.tokens == eager.tokens and out.tau > 1 and out.acceptance_lengths == eager.acceptance_lengths
             assert graphs_of["unique_graphs"] == before + 2, "a draft and a verification, compiled once"
     decode.compiled_step.cache_clear()
     monkeypatch.setattr(decode, "has_compiler", lambda: False)
@@ -975,12 +976,12 @@ def test_auto_is_seldom_slower_and_follows_the_text():
     for speed in (lambda ms: 1.0, noisy):
         for confidence in (0.1, 0.95):                                                            # drafts never pay; also where the drafter is sure of them
             ms, drafted = simulate(decode.Auto(8), [(confidence, 0.1)] * 192, cost, speed=speed)
-            assert ms < 1.06 * 192 * 3.25
+            assert ms < 1.05 * 192 * 3.25
             ms, drafted = simulate(decode.Auto(8), [(confidence, 0.1)] * 4000, cost, speed=speed)
             assert ms < 1.03 * 4000 * 3.25 and 0 < sum(drafted) < 400
         for confidence, chance in ((0.9, 0.9), (0.6, 0.6), (0.3, 0.9), (0.9, 0.7)):               # they do; also where confidence says less or more
             ms, drafted = simulate(decode.Auto(8), [(confidence, chance)] * 4000, cost, speed=speed)
-            assert ms < 1.05 * 4000 / best(chance) < 4000 * 3.25
+            assert ms < 1.06 * 4000 / best(chance) < 4000 * 3.25
     ms, drafted = simulate(decode.Auto(8), [(0.1, 0.1)] * 200 + [(0.9, 0.9)] * 300, cost)         # the text changes
     assert sum(drafted[:200]) < 40 and sum(drafted[300:]) > 150
 
