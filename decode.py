@@ -15,24 +15,21 @@ import argparse
 import codecs
 import functools
 import itertools
-import json
 import math
-import platform
 import statistics
 import sys
 import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from tqdm import tqdm
 
-from drafter import DRAFTERS, last_positions, load_drafter, rows_at
-from kernels import allow_recompiling, has_compiler
-from model import (DTYPES, KVCache, Sampling, Tokenizer, Transformer, UserError, exponential_noise, stream_keys,
+from drafter import DRAFTERS, Drafts, draft_chain, draft_tree, last_positions, load_drafters, rows_at
+from kernels import Stopwatch, captured, compiled_step, has_compiler
+from model import (DTYPES, KVCache, Sampling, Tokenizer, Transformer, UserError, check_prompts, device_name,
+                   encode_prompt, exponential_noise, find_device, read_prompts, run_command, stop_tokens, stream_keys,
                    write_json)
 
 PREFILL = 512         # tokens of a prompt that are read at once: the mask, PREFILL x context, should not outgrow a CPU's cache
@@ -41,78 +38,18 @@ TREE_BUDGET = 32      # the command line's default
 KEPT_BYTES = 2**31    # of the caches of idle Decoders, which later calls of the same shapes reuse
 
 
-# ---- what the target reads: a chain of drafts, or a tree ---------------------------------------------------------------------------
-
-class Drafts(NamedTuple):
-    """The anchor and the drafts behind it: a chain, in which each has the one before it as parent, or a tree, parents before children."""
-    tokens: torch.Tensor                     # (B, N) int64, the anchor first
-    probability: torch.Tensor                # (B, N) float32, the drafter's, of all drafts from the anchor to this one
-    parent: torch.Tensor | None = None       # trees: (B, N) int64, the node before; the anchor's is itself
-    depth: torch.Tensor | None = None        # trees: (B, N) int64, how far behind the anchor
-    ancestors: torch.Tensor | None = None    # trees: (B, N, N) bool, [b, i, j]: is node j an ancestor of node i, or i itself?
-
-    def first(self, n):
-        """Of a tree, the best n nodes."""
-        return Drafts(*(x if x is None else x[:, :n, :n] if x.dim() == 3 else x[:, :n] for x in self))
-
-
-def draft_chain(anchor, guesses):
-    """The likeliest token of each slot. anchor (B, 1); guesses (B, S, V), `Sampling.guesses` of the drafter's slots. N = S + 1."""
-    probability, tokens = guesses.max(-1)                                        # (B, S)
-    return Drafts(torch.cat((anchor, tokens), 1), F.pad(probability.cumprod(1), (1, 0), value=1.0))
-
-
-def draft_tree(anchor, guesses, budget):
-    """The `budget` likeliest prefixes of the block (the anchor's, which is certain, among them), best first: N = budget.
-
-    One pass of the drafter gives a distribution for each slot, so a prefix's probability is a product over its slots. Level after level
-    the likeliest prefixes grow by one token each; of a level no more than the budget can be among the best (liranringel/ddtree,
-    arXiv:2604.12989). Arguments as in `draft_chain`.
-    """
-    B, S, V = guesses.shape
-    K = min(budget - 1, V)                                                       # tokens to choose from in a slot
-    W = min(budget - 1, K * K)                                                   # prefixes kept of a level; of the first one K
-    top, tokens = guesses.topk(K)                                                # (B, S, K)
-    log_p = top.log()
-    level, scores, choices = log_p.new_zeros(B, 1), [], []
-    for slot in range(S):
-        longer = (level[:, :, None] + log_p[:, slot, None]).flatten(1)           # (B, prefixes * K)
-        level, choice = longer.topk(W if slot else K)
-        scores.append(level)
-        choices.append(choice if slot < 2 else choice + (K + (slot - 2) * W) * K)    # so that choice // K is the parent's place in scores
-    score, choice = torch.cat(scores, 1), torch.cat(choices, 1)                  # (B, candidates), shorter prefixes first
-    # A child is no likelier than its parent, and a stable sort leaves equal ones in order: parents come first, and none is missing.
-    best = score.sort(dim=1, descending=True, stable=True).indices[:, :budget - 1]
-    depth = (best - K + W) // W + 1
-    choice = choice.gather(1, best)
-    node = torch.arange(1, best.shape[1] + 1, device=anchor.device).expand(best.shape)
-    node_at = torch.zeros_like(score, dtype=torch.int64).scatter_(1, best, node)
-    parent = node_at.gather(1, choice // K).masked_fill(depth == 1, 0)
-    parent, depth = F.pad(parent, (1, 0)), F.pad(depth, (1, 0))                  # the anchor in front
-    tokens = tokens.flatten(1).gather(1, (depth[:, 1:] - 1) * K + choice % K)
-    probability = F.pad(score.gather(1, best).exp(), (1, 0), value=1.0)
-    return Drafts(torch.cat((anchor, tokens), 1), probability, parent, depth, ancestors_of(parent, S))
-
-
-def ancestors_of(parent, depth):
-    """parent (B, N) of a tree at most so deep -> ancestors (B, N, N), see `Drafts`."""
-    B, N = parent.shape
-    reach = torch.eye(N, device=parent.device).repeat(B, 1, 1).scatter_(2, parent[..., None], 1.0)
-    for _ in range((depth - 1).bit_length()):                                    # one step up, two, four, ...
-        reach = (reach @ reach).clamp_(max=1.0)
-    return reach > 0
-
-
-# The rule of acceptance, at every temperature: a draft is kept if it equals the token that the target itself draws at its place, and all
-# drafts before it were kept.
+# ---- the rule of acceptance, at every temperature ------------------------------------------------------------------------------------
 
 def accept_chain(drafts, draws):
-    """draws (B, N): the target's token behind each of drafts.tokens -> how many of these are kept, the anchor included (B,)"""
+    """A draft is kept if it equals the token that the target itself draws at its place, and all drafts before it were kept.
+
+    draws: (B, N), the target's token behind each of drafts.tokens. Returns how many of these are kept, the anchor included (B,).
+    """
     return 1 + (drafts.tokens[:, 1:] == draws[:, :-1]).cumprod(1).sum(1)
 
 
 def accept_tree(drafts, draws):
-    """-> how many are kept (B,); path (B, N): the kept ones in their order, the anchor first, then the others."""
+    """The same in a tree, where "before" is "ancestor". -> how many are kept (B,); path (B, N): these in order, then the others."""
     right = (drafts.tokens == draws.gather(1, drafts.parent)) | (drafts.depth == 0)
     kept = (right[:, None] | ~drafts.ancestors).all(-1)                          # (B, N); siblings differ, so they are one path
     return kept.sum(1), kept.int().argsort(dim=1, descending=True, stable=True)
@@ -132,52 +69,54 @@ class Decoder:
 
     def __init__(self, target, drafter, batch, capacity, block_size, tree_budget, auto, sampling, stop_ids, compile):
         device = target.device
-        self.target, self.drafter, self.block_size, self.tree_budget = target, drafter, block_size, tree_budget
+        self.target, self.drafter = target, drafter
+        self.block_size, self.tree_budget = block_size, tree_budget
         self.sampling, self.compile, self.device, self.capacity = sampling, compile, device, capacity
         self.taps = drafter.config.target_layer_ids if drafter else ()
-        self.cache = KVCache(target.config, batch, capacity, device, target.dtype)
-        self.drafter_cache = KVCache(drafter.config.layers, batch, capacity, device, target.dtype) if drafter else None
-        self.features = torch.zeros(batch, capacity, len(self.taps) * target.config.hidden_size, device=device, dtype=target.dtype)
-        self.text = torch.zeros(batch, capacity, dtype=torch.int64, device=device)
+        configs = [target.config, drafter.config.layers] if drafter else [target.config]
+        self.caches = [KVCache(config, batch, capacity, device, target.dtype) for config in configs]
+        zeros = functools.partial(torch.zeros, dtype=torch.int64, device=device)
+        self.features = zeros(batch, capacity, len(self.taps) * target.config.hidden_size, dtype=target.dtype)
+        self.text = zeros(batch, capacity)
+        self.prompt_length, self.length, self.last = zeros(3, batch)             # last: where length ends
+        self.finished = zeros(batch, dtype=torch.bool)
+        self.keys = zeros(batch, 2, dtype=torch.int32)                           # of the rows' noise
         self.stop_ids = torch.tensor(stop_ids, dtype=torch.int64, device=device)
-        self.keys = torch.zeros(batch, 2, dtype=torch.int32, device=device)      # of the rows' noise
-        self.prompt_length, self.length, self.last = torch.zeros(3, batch, dtype=torch.int64, device=device)    # last: final anchor's position
-        self.finished = torch.zeros(batch, dtype=torch.bool, device=device)
-        self.num_kept = torch.zeros(capacity + LOOK_EVERY, batch, dtype=torch.int64, device=device)    # the log: a row a cycle
-        self.cycle_number = torch.zeros(1, dtype=torch.int64, device=device)
-        self.auto = Auto(min(tree_budget or block_size, 64)) if auto else None
+        self.num_kept = zeros(capacity + LOOK_EVERY, batch)                      # what each cycle has kept of each row; a log
+        self.num_cycles = zeros(1)
+        self.auto = Auto(tree_budget or block_size) if auto else None
         self.look_every = LOOK_EVERY if device.type == "cuda" else 1
-        self.graphs, self.calls = {}, Counter()
         self.warm_up = 2 if device.type == "cuda" else 1                         # calls of a step that are slower than the others
+        self.graphs, self.calls = {}, Counter()
 
     # -- one cycle, on the device
 
-    def draft(self, window):
-        """The drafter's block behind each row's anchor, as a chain or a tree. window: so many positions before the anchor may not have been
-        read by the drafter yet."""
-        logits = self.drafter.draft(self.target, self.text, self.features, self.length, window, self.block_size, self.drafter_cache, self.guess)
+    def draft(self):
+        """The drafter's block behind each row's anchor, as a chain or a tree."""
+        logits = self.drafter.draft(self.target, self.text, self.features, self.length, self.window,
+                                    self.block_size, self.caches[1], self.guess)
         guesses = self.sampling.guesses(logits, self.noise(0, self.block_size - 1))    # (B, S, V)
         if self.tree_budget:
             return draft_tree(self.anchor(), guesses, self.tree_budget)
         return draft_chain(self.anchor(), guesses)
 
     def verify(self, n):
-        """The target reads the anchor and the first n - 1 drafts, and draws its own token behind each."""
+        """The target reads the anchor and the first n - 1 drafts in one pass, draws its own token behind each, and keeps what agrees."""
         drafts = self.drafts.first(n) if n > 1 else Drafts(self.anchor(), None)
-        branching = drafts.depth is not None
-        depth = drafts.depth if branching else torch.arange(n, device=self.device)
-        tree = (self.length, drafts.ancestors) if branching else None
-        hidden, features = self.target(drafts.tokens, self.length[:, None] + depth, self.cache, self.taps, tree)
-        noise = self.noise(0, min(n, self.block_size))                           # (B, depths, V)
-        if branching and noise is not None:
-            noise = rows_at(noise, depth)
-        draws = self.sampling.draw(self.target.logits(hidden), noise)            # (B, n)
-        if branching:
-            num_kept, path = accept_tree(drafts, draws)
-            self.cache.move(self.length[:, None] + path, self.length[:, None] + torch.arange(n, device=self.device))
-            draws, features = draws.gather(1, path), rows_at(features, path)
-        else:
+        order, noise = torch.arange(n, device=self.device), self.noise(0, min(n, self.block_size))
+        if drafts.parent is None:
+            positions = self.length[:, None] + order
+            hidden, features = self.target(drafts.tokens, positions, self.caches[0], self.taps)
+            draws = self.sampling.draw(self.target.logits(hidden), noise)        # (B, n)
             num_kept = accept_chain(drafts, draws)
+        else:
+            positions, tree = self.length[:, None] + drafts.depth, (self.length, drafts.ancestors)
+            hidden, features = self.target(drafts.tokens, positions, self.caches[0], self.taps, tree)
+            noise = noise if noise is None else rows_at(noise, drafts.depth)     # by the index of the token behind a node
+            draws = self.sampling.draw(self.target.logits(hidden), noise)        # (B, n)
+            num_kept, path = accept_tree(drafts, draws)
+            self.caches[0].move(self.length[:, None] + path, self.length[:, None] + order)
+            draws, features = draws.gather(1, path), rows_at(features, path)
         self.commit(draws, num_kept, features)
 
     def commit(self, tokens, num_kept, features):
@@ -191,9 +130,10 @@ class Decoder:
         self.text.scatter_(1, slots + 1, tokens)
         stops = (tokens[..., None] == self.stop_ids).any(-1) & (order < num_kept[:, None])
         first_stop = order.where(stops, n).amin(1)                               # (B,), n: none
-        num_kept = torch.minimum(num_kept, first_stop + 1).masked_fill(self.finished, 0)    # nothing behind a stop token counts
-        self.num_kept.index_copy_(0, self.cycle_number, num_kept[None])
-        self.cycle_number += 1
+        num_kept = torch.minimum(num_kept, first_stop + 1)                       # nothing behind a stop token counts
+        num_kept = num_kept.masked_fill(self.finished, 0)
+        self.num_kept.index_copy_(0, self.num_cycles, num_kept[None])
+        self.num_cycles += 1
         self.length.copy_(torch.minimum(self.length + num_kept, self.last))
         self.finished |= (first_stop < n) | (self.length == self.last)
 
@@ -203,67 +143,70 @@ class Decoder:
     def noise(self, first, n):
         """(B, n, V), of the n tokens from the first one behind the anchor on; None at temperature 0."""
         if self.sampling.temperature > 0:
-            index = (self.length - self.prompt_length + 1 + first)[:, None] + torch.arange(n, device=self.device)
+            index = self.length - self.prompt_length + 1 + first                 # (B,)
+            index = index[:, None] + torch.arange(n, device=self.device)
             return exponential_noise(self.keys, index, self.target.config.vocab_size)
 
     def guess(self, logits, slot):
-        """For drafters that draft one token after the other: the token of a slot (counted from 0), with the noise that the target will use."""
+        """For drafters that draft one token after the other: a slot's token (counted from 0), drawn with the target's noise."""
         return self.sampling.draw(logits, self.noise(slot, 1))
 
     def read(self):
-        """Where plain cycles follow each other and shapes are fixed, the drafter's context is brought up to date a block at a time."""
-        self.drafter.read(self.target, self.text, self.features, last_positions(self.length, self.block_size), self.drafter_cache)
+        """The drafter reads its last block of context, where plain cycles follow each other and `draft` can't read more than that."""
+        positions = last_positions(self.length, self.block_size)
+        self.drafter.read(self.target, self.text, self.features, positions, self.caches[1])
 
     # -- the host's part
 
     def prefill(self, prompts, max_new_tokens, keys):
-        """Starts anew: the target and the drafter read the prompts, the target draws each row's first token. Rows of different lengths are
+        """Starts anew: target and drafter read the prompts, the target draws each row's first token. Rows of different lengths are
         padded on the right; causality keeps the padding unseen, and the first cycles write over it."""
-        width = max(map(len, prompts))
-        ids = torch.tensor([list(prompt) + [0] * (width - len(prompt)) for prompt in prompts], device=self.device)
-        self.text[:, :width] = ids
-        self.prompt_length.copy_(torch.tensor([len(prompt) for prompt in prompts]))
+        lengths, width = [len(prompt) for prompt in prompts], max(map(len, prompts))
+        self.text[:, :width] = torch.tensor([[*prompt] + [0] * (width - len(prompt)) for prompt in prompts])
+        self.prompt_length.copy_(torch.tensor(lengths))
         self.length.copy_(self.prompt_length - 1)
-        self.last.copy_(self.prompt_length + max_new_tokens - 1)
+        self.last.copy_(self.length + max_new_tokens)
         self.keys.copy_(keys)
-        self.finished.zero_(), self.cycle_number.zero_()
-        hidden_at_last = 0
+        self.finished.zero_()
+        self.num_cycles.zero_()
+        at_end = 0
         for begin in range(0, width, PREFILL):
-            positions = torch.arange(begin, min(begin + PREFILL, width), device=self.device).expand(len(prompts), -1)
-            self.look_as_far_as(min(begin + PREFILL, width))
-            hidden, features = self.target(ids[:, begin:begin + PREFILL], positions, self.cache, self.taps)
-            if features is not None:
-                self.features[:, begin:begin + len(positions[0])] = features
+            end = min(begin + PREFILL, width)
+            self.look_as_far_as(end)
+            positions = torch.arange(begin, end, device=self.device).expand(len(prompts), -1)
+            hidden, features = self.target(self.text[:, begin:end], positions, self.caches[0], self.taps)
+            if self.taps:
+                self.features[:, begin:end] = features
             if self.drafter:
-                self.drafter.read(self.target, self.text, self.features, positions, self.drafter_cache)
-            here = (positions == self.length[:, None])[..., None]                # (B, n, 1): the prompt's last token
-            hidden_at_last = hidden_at_last + torch.where(here, hidden, 0).sum(1, keepdim=True)
-        first = self.sampling.draw(self.target.logits(hidden_at_last), self.noise(0, 1))    # (B, 1)
+                self.drafter.read(self.target, self.text, self.features, positions, self.caches[1])
+            is_last = (positions == self.length[:, None])[..., None]             # (B, end - begin, 1)
+            at_end = at_end + hidden.where(is_last, 0).sum(1, keepdim=True)      # (B, 1, C)
+        first = self.sampling.draw(self.target.logits(at_end), self.noise(0, 1))    # (B, 1)
         self.length += 1
         self.text.scatter_(1, self.length[:, None], first)
         self.finished |= (first == self.stop_ids).any(1) | (self.length == self.last)
-        self.watch, self.history, self.sizes = Stopwatch(self.device), [], []
-        self.longest, self.unread = width, 1                                     # a drafter that reads tokens ahead has not seen the anchor
+        self.watch, self.sizes, self.warm, self.history = Stopwatch(self.device), [], [], []
+        self.longest, self.unread = width, 1                                     # upper bounds: rows' length; what the drafter has not read
 
     def cycle(self):
         """Draft, verify, accept, commit."""
-        auto, looking = self.auto, len(self.sizes) % self.look_every == 0
-        drafting = self.drafter is not None and not (auto and auto.plain_cycles > 0)
+        auto, n, self.is_warm = self.auto, 1, True
         self.look_as_far_as(self.longest + max(self.block_size, self.tree_budget or 0))
         self.watch.mark()
-        self.warm = True
-        if drafting:
-            self.drafts, self.unread = self.step(self.draft, self.block_size if self.compile else max(1, self.unread)), 0
-            if auto and looking:
+        if self.drafter and not (auto and auto.plain_cycles > 0):
+            self.window = self.block_size if self.compile else self.unread
+            self.drafts, self.unread = self.step(self.draft), 0
+            if auto and len(self.sizes) % self.look_every == 0:
                 auto.choose(self.drafts.probability[~self.finished].mean(0).tolist())
+            n = auto.size if auto else self.drafts.tokens.shape[1]
         elif self.drafter and self.compile and self.unread >= self.block_size:
             self.step(self.read)
             self.unread = 0
-        n = 1 if not drafting else auto.size if auto else self.drafts.tokens.shape[1]
         self.watch.mark()
         self.step(self.verify, n)
         self.watch.mark()
-        self.sizes.append((n, self.warm))
+        self.sizes.append(n)
+        self.warm.append(self.is_warm)
         self.unread += min(n, self.block_size)
         self.longest += min(n, self.block_size)
 
@@ -271,70 +214,36 @@ class Decoder:
         """Calls a step of the cycle: as it is, compiled (the CPU), or as a graph (CUDA, where the first call compiles and reserves)."""
         key = function.__name__, *args
         self.calls[key] += 1
-        self.warm &= self.calls[key] > self.warm_up
-        if not self.compile:
-            return function(*args)
-        if self.device.type == "cpu":
+        self.is_warm &= self.calls[key] > self.warm_up
+        if self.compile and self.device.type == "cpu":
             return compiled_step(function.__func__)(self, *args)
-        if self.calls[key] == 1:
+        if not self.compile or self.calls[key] == 1:
             return function(*args)
         if key not in self.graphs:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                result = function(*args)
-            self.graphs[key] = graph, result
-        graph, result = self.graphs[key]
-        graph.replay()
-        return result
+            self.graphs[key] = captured(function, *args)
+        return self.graphs[key]()
 
     def look_as_far_as(self, n):
         """How many slots of the caches the next passes look at: n, or all of them where shapes must not change."""
-        for cache in filter(None, (self.cache, self.drafter_cache)):
+        for cache in self.caches:
             cache.kv_len = self.capacity if self.compile else n
 
     def look(self):
         """The host waits for the device, and learns what the cycles since the last look have kept. Returns whether all rows have ended."""
-        for i, kept in enumerate(self.num_kept[len(self.history):len(self.sizes)].tolist(), len(self.history)):
-            n, warm = self.sizes[i]
-            if self.auto:
-                self.auto.update(n, sum(self.watch.cycle(i)) if warm else None, sum(kept) / max(1, sum(k > 0 for k in kept)))
+        for kept in self.num_kept[len(self.history):len(self.sizes)].tolist():
+            i = len(self.history)
             self.history.append(kept)
-        if self.sizes:
-            self.unread -= min(self.sizes[-1][0], self.block_size) - max(self.history[-1])    # of the last cycle: what it could, what it did
+            if self.auto:
+                ms = sum(self.watch.cycle(i)) if self.warm[i] else None
+                self.auto.update(self.sizes[i], ms, sum(kept) / max(1, sum(k > 0 for k in kept)))
+        if self.sizes:                                                           # of the last cycle: what it did, not what it could
+            self.unread += max(1, *self.history[-1]) - min(self.sizes[-1], self.block_size)
         self.longest = int(self.length.max())
         return bool(self.finished.all())
 
     @property
     def nbytes(self):
-        return sum(x.nbytes for x in (self.cache.data, self.features, *([self.drafter_cache.data] if self.drafter else [])))
-
-
-@functools.cache
-def compiled_step(function):
-    allow_recompiling()
-    return torch.compile(function, dynamic=False, options={"cpp_wrapper": True})
-
-
-class Stopwatch:
-    """Milliseconds between marks; on CUDA from events on the stream, so that measuring makes nobody wait."""
-
-    def __init__(self, device):
-        self.cuda, self.marks = device.type == "cuda", []
-
-    def mark(self):
-        if self.cuda:
-            self.marks.append(torch.cuda.Event(enable_timing=True))
-            self.marks[-1].record()
-        else:
-            self.marks.append(time.perf_counter())
-
-    def cycle(self, i):
-        """Cycle i's milliseconds for drafting and for verifying: it has marked its beginning, the end of the draft, and its end."""
-        began, drafted, ended = self.marks[3 * i:3 * i + 3]
-        if self.cuda:
-            ended.synchronize()
-            return began.elapsed_time(drafted), drafted.elapsed_time(ended)
-        return 1e3 * (drafted - began), 1e3 * (ended - drafted)
+        return self.features.nbytes + sum(cache.data.nbytes for cache in self.caches)
 
 
 class Auto:
@@ -359,14 +268,15 @@ class Auto:
         known = {m: statistics.median(ratios) for m, ratios in self.ratios.items() if ratios}
         if n in known:
             return min(cost for m, cost in known.items() if m >= n)
-        below, above = [known[m] for m in self.sizes if m < n and m in known], [known[m] for m in self.sizes if m > n and m in known]
-        return statistics.mean([*below[-1:], *above[:1]] or [2.0])
+        below, above = [m for m in known if m < n], [m for m in known if m > n]
+        return statistics.mean([known[m] for m in below[-1:] + above[:1]] or [2.0])
 
     def choose(self, probability):
         """probability: of each draft, that it and all before it are right, by the drafter. Sizes are tried from the smallest up."""
         expected = list(itertools.accumulate(p ** self.power for p in probability))    # [n - 1]: tokens kept of n
         largest = max((n for n in self.sizes if self.ratios[n]), default=1)
-        worth = {n: expected[n - 1] / self.cost(n) for n in self.sizes if n <= min(4 * largest, len(expected))}
+        most = min(4 * largest, len(expected))
+        worth = {n: expected[n - 1] / self.cost(n) for n in self.sizes if n <= most}
         self.size = max(worth, key=worth.get)
         self.expected = expected[self.size - 1]
 
@@ -384,11 +294,13 @@ class Auto:
             self.plain_cycles -= 1
             return
         self.looks += 1
-        self.power = min(max(self.power * math.exp((self.expected - kept) / min(self.looks, 20)), 0.1), 100.0)
+        self.power *= math.exp((self.expected - kept) / min(self.looks, 20))
+        self.power = min(max(self.power, 0.1), 100.0)
         lost = self.cost(n) - (self.expected + kept) / 2                         # what it gave tells as much as what was expected
         self.lost += max(0.2, 1 / self.looks) * (lost - self.lost)
         if self.lost > 0:
-            self.plain_cycles, self.patience = max(1, round(self.patience * self.lost)), min(2 * self.patience, 64)
+            self.plain_cycles = max(1, round(self.patience * self.lost))
+            self.patience = min(2 * self.patience, 64)
             return
         self.drafts, self.patience = self.drafts - 1, 8
         if self.drafts == 0:
@@ -411,8 +323,8 @@ class Generation:
         return sum(lengths) / len(lengths) if lengths else float("nan")
 
 
-def speculative(target, drafter, prompts, max_new_tokens, *, block_size=None, tree_budget=None, temperature=0.0, top_k=None, top_p=None,
-                stop_ids=(), seed=None, compile=None):
+def speculative(target, drafter, prompts, max_new_tokens, *, block_size=None, tree_budget=None,
+                temperature=0.0, top_k=None, top_p=None, stop_ids=(), seed=None, compile=None):
     """Decodes prompts (one list of token ids a row, of any lengths) with drafter and target. The output is that of `autoregressive` with
     the same seed, token for token (in float32; in lower precision a tie may break either way).
 
@@ -422,14 +334,16 @@ def speculative(target, drafter, prompts, max_new_tokens, *, block_size=None, tr
     compile: None: on CUDA only. There steps are graphs, which later calls of the same shapes reuse; on the CPU compiled code.
     Returns a Generation; UserError for bad input.
     """
-    for decoder in generate(target, drafter, prompts, max_new_tokens, Sampling(temperature, top_k, top_p), block_size=block_size,
-                          tree_budget=tree_budget, stop_ids=stop_ids, seed=seed, compile=compile):
+    sampling = Sampling(temperature, top_k, top_p)
+    for decoder in generate(target, drafter, prompts, max_new_tokens, sampling, block_size=block_size,
+                            tree_budget=tree_budget, stop_ids=stop_ids, seed=seed, compile=compile):
         pass
     ends = zip(decoder.text.tolist(), decoder.prompt_length.tolist(), decoder.length.tolist())
+    kept_by_row = zip(*decoder.history) if decoder.history else [()] * len(prompts)
     times = [decoder.watch.cycle(i) for i in range(len(decoder.sizes))]
     return Generation(tokens=[text[begin:anchor + 1] for text, begin, anchor in ends],
-                      acceptance_lengths=[[kept[b] for kept in decoder.history if kept[b]] for b in range(len(prompts))],
-                      draft_ms=[draft for (draft, _), (n, _) in zip(times, decoder.sizes) if n > 1],
+                      acceptance_lengths=[[n for n in kept if n] for kept in kept_by_row],
+                      draft_ms=[draft for (draft, _), n in zip(times, decoder.sizes) if n > 1],
                       verify_ms=[verify for _, verify in times])
 
 
@@ -443,19 +357,28 @@ idle = {}    # Decoders of earlier calls, by what they are for; the latest last
 
 
 @torch.inference_mode()
-def generate(target, drafter, prompts, max_new_tokens, sampling, *, block_size=None, tree_budget=None, stop_ids=(), seed=None, compile=None,
-           look_every=None):
+def generate(target, drafter, prompts, max_new_tokens, sampling, *, block_size=None, tree_budget=None,
+             stop_ids=(), seed=None, compile=None, look_every=None):
     """The loop: yields the Decoder after the prefill, then whenever the host has looked, until all rows have ended. Arguments as in
     `speculative`; look_every: cycles between two looks (None: as is fast)."""
-    check(target, drafter, prompts, max_new_tokens, sampling, block_size, tree_budget)
-    block = 1 if drafter is None else drafter.config.block_size if block_size in (None, "auto") else block_size
-    drafter, tree_budget, auto = (None, None, False) if block == 1 else (drafter, tree_budget, block_size == "auto")
+    check_prompts(target.config, prompts, max_new_tokens)
+    sizes = range(1, target.config.max_position_embeddings + 1)
+    if not (block_size in (None, "auto") or block_size in sizes):
+        raise UserError(f"block_size = {block_size} is out of range")
+    if not (tree_budget is None or tree_budget in sizes[1:]):
+        raise UserError(f"tree_budget = {tree_budget} is out of range")
+    if tree_budget and drafter and drafter.in_turn:
+        raise UserError(f"{drafter.title} drafts token after token and has no tree: leave tree_budget out")
+    if drafter is None or block_size == 1:
+        drafter, block_size, tree_budget = None, 1, None
+    block = drafter.config.block_size if block_size in (None, "auto") else block_size
     compile = target.device.type == "cuda" if compile is None else compile
     if compile and target.device.type == "cpu" and not has_compiler():
         raise UserError("no C++ compiler found, which compile needs on the CPU: install one, or leave it out")
     capacity = max(map(len, prompts)) + max_new_tokens + max(block, tree_budget or 0)
     capacity += -capacity % 256                                                  # few different shapes
-    what = target, drafter, len(prompts), capacity, block, tree_budget, auto, sampling, tuple(sorted(stop_ids)), compile
+    what = (target, drafter, len(prompts), capacity, block, tree_budget, block_size == "auto", sampling,
+            tuple(sorted(stop_ids)), compile)
     key = *what, target.device, target.dtype
     decoder = idle.pop(key, None) or Decoder(*what)
     try:
@@ -473,75 +396,56 @@ def generate(target, drafter, prompts, max_new_tokens, sampling, *, block_size=N
             del idle[next(iter(idle))]
 
 
-def check(target, drafter, prompts, max_new_tokens, sampling, block_size, tree_budget):
-    """Refuses, before any work, what cannot be decoded."""
-    limit, vocab = target.config.max_position_embeddings, target.config.vocab_size
-    if not len(prompts):
-        raise UserError("no prompts; give at least one")
-    for i, prompt in enumerate(prompts):
-        if not len(prompt):
-            raise UserError(f"prompt {i} is empty; give at least one token")
-        if not all(0 <= token < vocab for token in prompt):
-            raise UserError(f"prompt {i} holds a token id outside the target's vocabulary of {vocab}; was it encoded by another tokenizer?")
-        if len(prompt) + max_new_tokens > limit:
-            raise UserError(f"prompt {i} has {len(prompt)} tokens, with {max_new_tokens} new ones more than the target's "
-                            f"max_position_embeddings of {limit}; shorten it or ask for fewer")
-    for name, value, good in (
-            ("max_new_tokens", max_new_tokens, max_new_tokens >= 1),
-            ("temperature", sampling.temperature, 0 <= sampling.temperature < math.inf),
-            ("top_k", sampling.top_k, sampling.top_k is None or sampling.top_k >= 1),
-            ("top_p", sampling.top_p, sampling.top_p is None or 0 < sampling.top_p <= 1),
-            ("block_size", block_size, block_size in (None, "auto") or type(block_size) is int and 1 <= block_size <= limit),
-            ("tree_budget", tree_budget, tree_budget is None or type(tree_budget) is int and 2 <= tree_budget <= limit)):
-        if not good:
-            raise UserError(f"{name} = {value} is out of range")
-    if tree_budget is not None and drafter is not None and drafter.in_turn:
-        raise UserError(f"{drafter.title} drafts one token after the other and has no tree: leave tree_budget out")
-
-
 # ---- benchmark -----------------------------------------------------------------------------------------------------------------
 
-def benchmark(target, methods, prompts, max_new_tokens, temperatures=(0.0, 1.0), stop_ids=(), seed=0, progress=None, **how):
+def benchmark(target, methods, prompts, max_new_tokens, temperatures=(0.0, 1.0), stop_ids=(), seed=0,
+              progress=None, **how):
     """Plain decoding and every other method on the same prompts, one at a time, in turn, in one run.
 
     methods: {name: keywords of `speculative`, drafter among them}; prompts: {domain: rows of ids}; how: top_k, top_p, compile. Times are
     whole calls, prefill included: ms_per_token is the median over calls, speedup the median over calls of (plain ms a token / this ms a
-    token). Returns report rows and the histograms of acceptance lengths {(method, temperature): Counter}.
+    token). progress: a tqdm bar. Returns the report's rows.
     """
-    results, histograms = [], {}
-    methods = {"autoregressive": {"drafter": None}, **methods}
+    results, methods = [], {"autoregressive": {"drafter": None}, **methods}
     for temperature in temperatures:
         runs = {(domain, method): [] for domain in prompts for method in methods}    # (ms a token, Generation) for each call
-
-        def call(method, prompt, seed):
-            began = time.perf_counter()
-            out = speculative(target, prompts=[prompt], max_new_tokens=max_new_tokens, temperature=temperature, stop_ids=stop_ids, seed=[seed],
-                              **methods[method], **how)
-            return 1e3 * (time.perf_counter() - began) / len(out.tokens[0]), out
-        for method in methods:                                                   # warm-up: compilation, allocation, what auto learns of costs
-            call(method, next(iter(prompts.values()))[0], seed)
-            call(method, next(iter(prompts.values()))[0], seed)
+        how.update(max_new_tokens=max_new_tokens, temperature=temperature, stop_ids=stop_ids)
+        for keywords in [*methods.values()] * 2:                                 # warm-up: compilation, allocation, what auto learns
+            timed(target, prompts=next(iter(prompts.values()))[:1], seed=[seed], **keywords, **how)
         for domain, rows in prompts.items():
             for i, prompt in enumerate(rows):
-                for method in methods:
-                    runs[domain, method].append(call(method, prompt, seed + i))
-                if progress:
-                    progress(f"{domain}, temperature {temperature:g}")
+                for method, keywords in methods.items():
+                    run = timed(target, prompts=[prompt], seed=[seed + i], **keywords, **how)
+                    runs[domain, method].append(run)
+                progress.set_postfix_str(f"{domain}, temperature {temperature:g}", refresh=False)
+                progress.update()
         for domain in [*prompts, "all"] if len(prompts) > 1 else prompts:
-            pooled = {method: [run for d in prompts if domain in (d, "all") for run in runs[d, method]] for method in methods}
-            for method, run in pooled.items():
-                results.append({"domain": domain, "method": method, "temperature": temperature, **summary(run, pooled["autoregressive"])})
-                histograms[method, temperature] = Counter(n for _, out in run for n in out.acceptance_lengths[0])    # the last domain is all
-    return results, histograms
+            pooled = {method: [run for d in prompts if domain in (d, "all") for run in runs[d, method]]
+                      for method in methods}
+            results += [{"domain": domain, "method": method, "temperature": temperature,
+                         **summarize(run, pooled["autoregressive"])} for method, run in pooled.items()]
+    return results
 
 
-def summary(run, plain):
+def timed(target, **how):
+    """-> milliseconds a token, and the Generation, of one call"""
+    began = time.perf_counter()
+    out = speculative(target, **how)
+    return 1e3 * (time.perf_counter() - began) / sum(map(len, out.tokens)), out
+
+
+def summarize(run, plain):
     """What a report row says of calls (ms a token, Generation), beside plain decoding's of the same prompts."""
-    tokens, lengths = [out.tokens[0] for _, out in run], [n for _, out in run for n in out.acceptance_lengths[0]]
-    return {"prompts": len(run), "tokens": sum(map(len, tokens)), "tau": sum(lengths) / max(1, len(lengths)),
-            "ms_per_token": median([ms for ms, _ in run]), "speedup": median([before / ms for (before, _), (ms, _) in zip(plain, run)]),
-            "draft_ms": median([ms for _, out in run for ms in out.draft_ms]), "verify_ms": median([ms for _, out in run for ms in out.verify_ms]),
-            "distinct4": distinct4(tokens), "identical": statistics.mean(row == out.tokens[0] for row, (_, out) in zip(tokens, plain))}
+    tokens = [out.tokens[0] for _, out in run]
+    lengths = [n for _, out in run for n in out.acceptance_lengths[0]]
+    return {"prompts": len(run), "tokens": sum(map(len, tokens)), "tau": statistics.mean(lengths or [1]),
+            "ms_per_token": median([ms for ms, _ in run]),
+            "speedup": median([plain_ms / ms for (plain_ms, _), (ms, _) in zip(plain, run)]),
+            "draft_ms": median([ms for _, out in run for ms in out.draft_ms]),
+            "verify_ms": median([ms for _, out in run for ms in out.verify_ms]),
+            "distinct4": distinct4(tokens),
+            "identical": statistics.mean(row == out.tokens[0] for row, (_, out) in zip(tokens, plain)),
+            "acceptance_lengths": {n: lengths.count(n) for n in sorted(set(lengths))}}
 
 
 def distinct4(rows):
@@ -555,214 +459,53 @@ def median(values):
     return statistics.median(values) if values else None
 
 
-def cycle_ms(target, drafter, prompt, block_size=None, tree_budget=None, **how):
-    """Milliseconds of a cycle's draft and of its verification behind this prompt: medians of up to 8 cycles."""
-    room = min(9 * (block_size or drafter.config.block_size), target.config.max_position_embeddings - len(prompt))
-    steps = generate(target, drafter, [prompt], room, Sampling(), block_size=block_size, tree_budget=tree_budget, look_every=1, **how)
-    decoder = list(itertools.islice(steps, 10))[0]                               # it yields the same one again and again
-    steps.close()
-    draft, verify = zip(*(decoder.watch.cycle(i) for i in range(len(decoder.sizes))))
-    return {"draft_ms": median(draft[1:] or draft) if decoder.drafter else None, "verify_ms": median(verify[1:] or verify)}
+def cycle_ms(target, drafter, prompt, **sizes):
+    """Milliseconds of a cycle's draft and of its verification behind this prompt: medians over the cycles of 64 tokens."""
+    room = min(64, target.config.max_position_embeddings - len(prompt))
+    out = speculative(target, drafter, [prompt], room, **sizes)
+    return {"draft_ms": median(out.draft_ms), "verify_ms": median(out.verify_ms)}
 
 
 def sweep(target, drafter, prompts, progress, **how):
-    """What decoding costs as it grows, in milliseconds of one cycle (medians): over the block size, over the tree's, over the context, and
-    tokens a second over the batch. prompts: rows of ids; their text, repeated, makes the longer contexts. Returns {name: rows}."""
-    text = [token for row in prompts for token in row]
-    block, limit = drafter.config.block_size, target.config.max_position_embeddings
-    found = {"block_size": [], "tree_budget": [], "context": [], "batch": []}
-
-    def behind(context, **sizes):
-        progress(", ".join(f"{name} {n}" for name, n in {"context": context, **sizes}.items()))
-        return {**sizes, "context": context, **cycle_ms(target, drafter, (text * (context // len(text) + 1))[:context], **sizes, **how)}
-
-    found["block_size"] = [behind(64, block_size=n) for n in (1, 2, 4, 8, 16, 32)]
-    if not drafter.in_turn:
-        found["tree_budget"] = [behind(64, tree_budget=n) for n in (2, 4, 8, 16, 32, 64)]
-    for context in (64, 128, 256, 512, 1024, 2048, 4096):
-        row = behind(min(context, limit - 9 * block), block_size=block)          # the longest leaves room for its new tokens
-        caches = [KVCache(config, 1, row["context"], "meta", target.dtype) for config in (target.config, drafter.config.layers)]
-        found["context"].append({**row, "target_cache_bytes": caches[0].data.nbytes, "drafter_cache_bytes": caches[1].data.nbytes})
-    methods = {"autoregressive": {"drafter": None}, "speculative": {"drafter": drafter}, "auto": {"drafter": drafter, "block_size": "auto"}}
+    """What decoding costs as it grows, in milliseconds of one cycle (medians): over the block size, the tree's, and the context; and tokens
+    a second over the batch. prompts: rows of ids; their text, repeated, makes the longer contexts. Returns {name: rows}."""
+    text, longest = sum(prompts, []), target.config.max_position_embeddings - 64
+    points = {"block_size": [1, 2, 4, 8, 16, 32], "tree_budget": [] if drafter.in_turn else [2, 4, 8, 16, 32, 64],
+              "context": [min(2**i, longest) for i in range(6, 13)]}
+    found = {key: [] for key in [*points, "batch"]}
+    for key, n in [(key, n) for key in points for n in points[key]]:
+        context, sizes = (n, {"block_size": drafter.config.block_size}) if key == "context" else (64, {key: n})
+        prompt = (text * (context // len(text) + 1))[:context]
+        row = {**sizes, "context": context, **cycle_ms(target, drafter, prompt, **sizes, **how)}
+        for name, config in (("target", target.config), ("drafter", drafter.config.layers)):
+            row[f"{name}_cache_bytes"] = KVCache(config, 1, context, "meta", target.dtype).data.nbytes
+        found[key].append(row)
+        progress.update()
+    methods = {"autoregressive": {"drafter": None}, "speculative": {"drafter": drafter},
+               "auto": {"drafter": drafter, "block_size": "auto"}}
     for batch in (1, 4, 16, 64):
-        rows, seconds = [prompts[i % len(prompts)] for i in range(batch)], {method: [] for method in methods}
+        rows, ms = [prompts[i % len(prompts)] for i in range(batch)], {method: [] for method in methods}
         for _, (method, keywords) in itertools.product(range(4), methods.items()):
-            progress(f"batch of {batch}")
-            began = time.perf_counter()
-            speculative(target, prompts=rows, max_new_tokens=64, **keywords, **how)
-            seconds[method].append(time.perf_counter() - began)
-        found["batch"].append({"batch": batch, **{method: 64 * batch / median(times[1:]) for method, times in seconds.items()}})
-    return found
+            ms[method].append(timed(target, prompts=rows, max_new_tokens=64, **keywords, **how)[0])
+            progress.update()
+        rates = {method: 1e3 / median(times[1:]) for method, times in ms.items()}
+        found["batch"].append({"batch": batch, **rates})
+    return {key: rows for key, rows in found.items() if rows}
 
 
-def show_sweep(found):
-    """The sweep as tables with bars."""
-    lines, passes = [], ("draft_ms", "verify_ms")
-    for key, title, columns in (("block_size", "block size: milliseconds of one pass (context 64)", passes),
-                                ("tree_budget", "tree: milliseconds of one pass (context 64)", passes),
-                                ("context", "context: milliseconds of one pass, and the KV caches", passes),
-                                ("batch", "batch: tokens a second, all rows together", ("autoregressive", "speculative", "auto"))):
-        most = max((row[c] or 0 for row in found[key] for c in columns), default=0)
-        lines += ["", title] if found[key] else []
-        for row, (i, c) in itertools.product(found[key], enumerate(columns)):
-            value, name = row[c] or 0.0, "" if i else row[key]                   # a block of one is not drafted
-            bytes_ = [row.get(f"{whose}_cache_bytes") for whose in ("target", "drafter")]
-            memory = "" if i or key != "context" else "   target {:.2f} MiB, drafter {:.2f} MiB".format(*(n / 2**20 for n in bytes_))
-            lines.append(f"  {name:>5}  {c.removesuffix('_ms'):14} {value:9.2f} {'█▒░'[i] * round(40 * value / most)}{memory}")
-    return "\n".join(lines)
+def table(rows):
+    """Report rows (dictionaries of the same keys) as text; the histograms are left out."""
+    form = lambda value: "-" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
+    rows = [{key: form(value) for key, value in row.items() if not isinstance(value, dict)} for row in rows]
+    lines = [[*rows[0]], *([*row.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in lines)
 
 
-def show_report(results, histograms):
-    """The benchmark as text: the table, and how long the accepted runs were."""
-    head = ("domain", "method", "T", "tau", "ms/token", "speedup", "draft ms", "verify ms", "distinct4", "identical")
-    number = lambda value, form: "-" if value is None else format(value, form)
-    table = [head] + [(r["domain"], r["method"], f"{r['temperature']:g}", f"{r['tau']:.2f}", f"{r['ms_per_token']:.2f}", f"{r['speedup']:.2f}x",
-                       number(r["draft_ms"], ".2f"), number(r["verify_ms"], ".2f"), f"{r['distinct4']:.2f}", number(r["identical"], ".0%")) for r in results]
-    widths = [max(map(len, column)) for column in zip(*table)]
-    lines = ["  ".join(cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths))) for row in table]
-    for (method, temperature), counts in histograms.items():
-        if method != "autoregressive":
-            lines += ["", f"{method}, temperature {temperature:g}: tokens kept a cycle (accepted drafts + bonus token)"]
-            for n in range(1, max(counts, default=0) + 1):
-                share = counts[n] / max(1, counts.total())
-                lines.append(f"  {n:3d} {'█' * round(60 * share)} {share:.1%}")
-    return "\n".join(lines)
-
-
-def read_lines(file):
-    """The objects of a .jsonl file: each with "messages" (a chat), "prompt" (a whole prompt) or "text" (whose beginning is a prompt)."""
-    entries, number = [], 1
-    try:
-        with open(file, encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    entry = json.loads(line)
-                    fields = {key: entry[key] for key in ("messages", "prompt", "text", "domain") if key in entry}
-                    if not fields.keys() - {"domain"} or not all(isinstance(value, list if key == "messages" else str) for key, value in fields.items()):
-                        raise ValueError
-                    entries.append(entry)
-    except OSError as error:
-        raise UserError(f"{file}: cannot be read ({error.strerror})") from None
-    except (ValueError, AttributeError, TypeError, RecursionError):
-        raise UserError(f"{file}: line {number} is no JSON object with messages, prompt or text") from None
-    return entries
-
-
-def encode_prompt(entry, tokenizer, prompt_tokens):
-    """An entry of `read_lines` -> token ids; of a text the first prompt_tokens. Where the model wants a token before all text (Llama 3),
-    it gets it; a chat template writes it itself."""
-    if "messages" in entry:
-        return tokenizer.encode(tokenizer.render_chat(entry["messages"]), special=True)
-    bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    return bos + (tokenizer.encode(entry["prompt"]) if "prompt" in entry else tokenizer.encode(entry["text"])[:prompt_tokens])
-
-
-def read_prompts(file, tokenizer, prompt_tokens, per_domain):
-    """{domain: rows of ids}: from a .jsonl file, or from a text, cut into prompts of prompt_tokens."""
-    prompts = {}
-    if str(file).endswith(".jsonl"):
-        for entry in read_lines(file):
-            ids = encode_prompt(entry, tokenizer, prompt_tokens)
-            rows = prompts.setdefault(entry.get("domain", Path(file).stem), [])
-            if ids and len(rows) < per_domain and ("text" not in entry or len(ids) >= prompt_tokens):
-                rows.append(ids)
-    else:
-        try:
-            ids = tokenizer.encode(Path(file).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise UserError(f"{file}: cannot be read ({error.strerror})") from None
-        except UnicodeDecodeError:
-            raise UserError(f"{file}: not UTF-8 text") from None
-        step = max(prompt_tokens, len(ids) // per_domain)
-        prompts[Path(file).stem] = [ids[i:i + prompt_tokens] for i in range(0, len(ids) - prompt_tokens + 1, step)][:per_domain]
-    prompts = {domain: rows for domain, rows in prompts.items() if rows}
-    if not prompts:
-        raise UserError(f"{file}: no text of at least {prompt_tokens} tokens; ask for a shorter --prompt-tokens")
-    return prompts
-
-
-# ---- command line ----------------------------------------------------------------------------------------------------------------
-
-GREEN, BLUE, GREY, PLAIN = "\033[32m", "\033[1;34m", "\033[9;90m", "\033[0m"
-
-
-def stream(steps, tokenizer, text, stop_ids, show):
-    """Prints text, and what `generate` yields of one row. show: accepted drafts in green, the bonus token in blue, the likeliest of the
-    rejected drafts struck out in grey."""
-    began, printed = time.perf_counter(), None
-    to_text = codecs.getincrementaldecoder("utf-8")("replace")                   # a character may be spread over two tokens
-    for decoder in steps:
-        if printed is None:
-            print(text, end="")
-            printed = int(decoder.prompt_length)
-        new = decoder.text[0, printed:int(decoder.length) + 1].tolist()
-        printed += len(new)
-        accepted = decoder.history[-1][0] - 1 if decoder.history else 0
-        for colour, tokens in ((GREEN, new[:accepted]), (BLUE, new[accepted:])):
-            piece = to_text.decode(tokenizer.decode_bytes([t for t in tokens if t not in stop_ids]))
-            print(f"{colour}{piece}{PLAIN}" if show and piece else piece, end="", flush=True)
-        if show and decoder.history and decoder.sizes[-1][0] > 1:
-            rest = rejected(decoder.drafts.first(decoder.sizes[-1][0]), new[:accepted])
-            print(f"{GREY}{tokenizer.decode(rest).encode('unicode_escape').decode()}{PLAIN}" if rest else "", end="", flush=True)
-    print(to_text.decode(b"", final=True))
-    seconds, made = time.perf_counter() - began, printed - int(decoder.prompt_length)
-    lengths = [kept for (kept,) in decoder.history if kept]
-    tau = f", tau {statistics.mean(lengths):.2f}]" if decoder.drafter and lengths else "]"
-    print(f"[{made} tokens in {seconds:.2f} s, {made / seconds:.0f} tokens a second{tau}", file=sys.stderr)
-
-
-def rejected(drafts, accepted):
-    """The likeliest drafts behind the accepted ones: each time the first child."""
-    tokens = drafts.tokens[0].tolist()
-    parents = range(-1, len(tokens) - 1) if drafts.parent is None else [-1, *drafts.parent[0, 1:].tolist()]
-    at, rest = 0, []
-    for token in accepted:
-        at = next(i for i, node in enumerate(zip(tokens, parents)) if node == (token, at))
-    while at in parents:
-        at = parents.index(at)
-        rest.append(tokens[at])
-    return rest
-
-
-def parser():
-    p = argparse.ArgumentParser(description="Decode with a target and its DFlash drafter, or benchmark them against plain decoding.")
-    p.add_argument("--out", default="out", help="what train.py left: target/, drafter/, heldout.jsonl (default: out)")
-    p.add_argument("--target", help="folder of the target, instead of OUT/target")
-    p.add_argument("--drafter", nargs="+", metavar="DIR", help="folders of drafters, instead of OUT/drafter, OUT/eagle3 and OUT/ar; without --bench the first is used")
-    what = p.add_mutually_exclusive_group(required=True)
-    what.add_argument("--prompt", help="text to continue")
-    what.add_argument("--bench", action="store_true", help="measure plain decoding and the drafter on held-out prompts; writes OUT/report.json")
-    p.add_argument("--sweep", action="store_true", help="--bench: also measure passes over block sizes and contexts, and batches")
-    p.add_argument("--chat", action="store_true", help="--prompt is a user's message: render it with the target's chat template")
-    p.add_argument("--data", metavar="FILE", help="--bench: prompts from a text or .jsonl file (default: OUT/heldout.jsonl)")
-    p.add_argument("--show", action="store_true", help="colour the text: accepted drafts, bonus tokens, rejected drafts")
-    p.add_argument("--plain", action="store_true", help="decode without the drafter")
-    p.add_argument("--max-new-tokens", type=int, default=192, metavar="N")
-    p.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default: 0; --bench: 0 and 1)")
-    p.add_argument("--top-k", type=int, metavar="K")
-    p.add_argument("--top-p", type=float, metavar="P")
-    p.add_argument("--block-size", type=size_or_auto, metavar="B",
-                   help="tokens of a block; auto: how many drafts are read is chosen anew each cycle, down to plain decoding (the default; "
-                        "--show: the drafter's own block)")
-    p.add_argument("--tree-budget", type=int, metavar="N",
-                   help=f"tokens that the target reads a cycle, as a tree of the likeliest drafts; 0: a chain (default: {TREE_BUDGET})")
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--prompts", type=int, default=8, metavar="N", help="--bench: prompts a domain")
-    p.add_argument("--prompt-tokens", type=int, default=64, metavar="N", help="--bench: tokens a prompt")
-    p.add_argument("--device", help="cpu, cuda, ... (default: cuda where there is one)")
-    p.add_argument("--compile", action=argparse.BooleanOptionalAction,
-                   help="a cycle's steps as CUDA graphs (the default on CUDA), or on the CPU as compiled code (a minute's wait the first time)")
-    p.add_argument("--dtype", choices=DTYPES, help="default: the files' own")
-    return p
-
-
-def size_or_auto(text):
-    return text if text == "auto" else int(text)
-
-
-def run_benchmark(out, target, drafters, tokenizer, prompts_file, *, prompts, prompt_tokens, max_new_tokens, temperatures=(0.0, 1.0),
-                  block_size="auto", tree_budget=TREE_BUDGET, seed=0, sweeping=False, **how):
-    """Benchmarks, prints the table, writes out/report.json. drafters: {method: drafter}, each measured with its chain, its tree, and "auto"."""
+def run_benchmark(out, target, drafters, tokenizer, prompts_file, *, prompts, prompt_tokens, max_new_tokens,
+                  temperatures=(0.0, 1.0), block_size="auto", tree_budget=TREE_BUDGET, seed=0, sweeping=False,
+                  **how):
+    """Benchmarks, prints the table, writes out/report.json. drafters: {method: drafter}, each with its chain, its tree, and "auto"."""
     Path(out).mkdir(parents=True, exist_ok=True)
     rows, methods = read_prompts(prompts_file, tokenizer, prompt_tokens, prompts), {}
     for name, drafter in drafters.items():
@@ -772,102 +515,119 @@ def run_benchmark(out, target, drafters, tokenizer, prompts_file, *, prompts, pr
             methods[f"{name} tree"] = {"drafter": drafter, "block_size": size, "tree_budget": budget}
         if block_size == "auto":
             methods[f"{name} auto"] = {"drafter": drafter, "block_size": "auto", "tree_budget": budget}
-    with tqdm(total=len(temperatures) * sum(map(len, rows.values())), desc="benchmark", unit="prompt") as bar:
-        def progress(what):
-            bar.set_postfix_str(what, refresh=False)
-            bar.update()
-        results, histograms = benchmark(target, methods, rows, max_new_tokens, temperatures, stop_ids=stop_tokens(target, tokenizer), seed=seed,
-                                        progress=progress, **how)
-    report = {
-        "device": device_name(target.device), "dtype": str(target.dtype).removeprefix("torch."), "torch": torch.__version__,
-        "max_new_tokens": max_new_tokens, "block_size": block_size, "tree_budget": tree_budget, "results": results,
-        "acceptance_lengths": {f"{method} T={temperature:g}": {str(n): counts[n] for n in sorted(counts)}
-                               for (method, temperature), counts in histograms.items()}}
-    print(show_report(results, histograms))
+    texts, stop_ids = sum(rows.values(), []), stop_tokens(target, tokenizer)
+    with tqdm(total=len(temperatures) * len(texts), desc="benchmark", unit="prompt") as bar:
+        results = benchmark(target, methods, rows, max_new_tokens, temperatures, stop_ids, seed, bar, **how)
+    report = {"device": device_name(target.device), "dtype": str(target.dtype).removeprefix("torch."),
+              "torch": torch.__version__, "max_new_tokens": max_new_tokens, "block_size": block_size,
+              "tree_budget": tree_budget, "results": results}
+    print(table(results))
+    for row in results[-len(methods):]:                                          # over all domains, at the last temperature
+        print(f"\n{row['method']}, temperature {row['temperature']:g}: drafts accepted a cycle, and the bonus token")
+        for n, count in row["acceptance_lengths"].items():
+            share = count / sum(row["acceptance_lengths"].values())
+            print(f"  {n:3d} {'█' * round(60 * share)} {share:.1%}")
     if sweeping:
         with tqdm(desc="sweep", unit="point") as bar:
-            def progress(what):
-                bar.set_postfix_str(what)
-                bar.update()
-            texts = [row for domain in rows.values() for row in domain]
-            report["sweep"] = {name: sweep(target, drafter, texts, progress, **how) for name, drafter in drafters.items()}
+            report["sweep"] = {name: sweep(target, each, texts, bar, **how) for name, each in drafters.items()}
         for name, found in report["sweep"].items():
-            print(f"\n{name}{show_sweep(found)}")
+            print(*(f"\n{name}: {key}\n{table(rows)}" for key, rows in found.items()), sep="\n")
     write_json(Path(out) / "report.json", report)
 
 
-def stop_tokens(target, tokenizer):
-    eos = target.config.eos_token_id
-    return {*(eos if isinstance(eos, list) else [eos]), *tokenizer.eos_ids} - {None}
+# ---- command line ----------------------------------------------------------------------------------------------------------------
+
+GREEN, BLUE, GREY, PLAIN = "\033[32m", "\033[1;34m", "\033[9;90m", "\033[0m"
 
 
-def find_device(name=None):
-    """The torch.device of that name; None: CUDA where there is one."""
-    try:
-        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-        usable = device.type == "cpu" or device.type == "cuda" and (device.index or 0) < torch.cuda.device_count()
-    except RuntimeError:
-        usable = False
-    if not usable:
-        raise UserError(f"--device {name}: not found here; cpu, or cuda where PyTorch sees one")
-    return device
+def stream(steps, tokenizer, text, stop_ids, show):
+    """Prints text, and what `generate` yields of one row. show: accepted drafts in green, the bonus token in blue, and of a chain the
+    rejected drafts struck out in grey."""
+    began, printed = time.perf_counter(), 0
+    to_text = codecs.getincrementaldecoder("utf-8")("replace")                   # a character may be spread over two tokens
+    for decoder in steps:
+        new = decoder.text[0, decoder.prompt_length + printed:decoder.length + 1].tolist()
+        accepted = decoder.history[-1][0] - 1 if decoder.history else 0
+        parts = [(GREEN, new[:accepted]), (BLUE, new[accepted:])]
+        if show and decoder.history and decoder.sizes[-1] > 1 and decoder.drafts.parent is None:
+            parts.append((GREY, decoder.drafts.tokens[0, accepted + 1:decoder.sizes[-1]].tolist()))
+        print("" if printed else text, end="")
+        for colour, tokens in parts:
+            piece = to_text.decode(tokenizer.decode_bytes([t for t in tokens if t not in stop_ids]))
+            piece = repr(piece)[1:-1] if colour == GREY else piece               # on one line
+            print(f"{colour}{piece}{PLAIN}" if show and piece else piece, end="", flush=True)
+        printed += len(new)
+    print(to_text.decode(b"", final=True))
+    seconds, lengths = time.perf_counter() - began, [kept for (kept,) in decoder.history if kept]
+    tau = f", tau {statistics.mean(lengths):.2f}" if decoder.drafter and lengths else ""
+    rate = f"{printed} tokens in {seconds:.2f} s, {printed / seconds:.0f} tokens a second"
+    print(f"[{rate}{tau}]", file=sys.stderr)
 
 
-def device_name(device):
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    try:
-        model = [line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")][0]
-    except (OSError, IndexError):
-        model = platform.processor() or platform.machine()
-    return f"{model}, {torch.get_num_threads()} threads"
+def parser():
+    p = argparse.ArgumentParser(description="Decode with a target and its DFlash drafter, or benchmark them.")
+    p.add_argument("--out", default="out", help="what train.py left: target/, drafter/, heldout.jsonl (default: out)")
+    p.add_argument("--target", help="folder of the target, instead of OUT/target")
+    p.add_argument("--drafter", nargs="+", metavar="DIR", help="folders of drafters, instead of OUT/drafter, "
+                   "OUT/eagle3 and OUT/ar; without --bench the first is used")
+    what = p.add_mutually_exclusive_group(required=True)
+    what.add_argument("--prompt", help="text to continue")
+    what.add_argument("--bench", action="store_true", help="measure plain decoding and the drafters on held-out "
+                      "prompts; writes OUT/report.json")
+    p.add_argument("--sweep", action="store_true", help="--bench: also over sizes of block, tree, context and batch")
+    p.add_argument("--chat", action="store_true", help="--prompt is a user's message, for the chat template")
+    p.add_argument("--data", metavar="FILE", help="--bench: a text or .jsonl file (default: OUT/heldout.jsonl)")
+    p.add_argument("--show", action="store_true", help="in colours: accepted drafts, bonus tokens, rejected drafts")
+    p.add_argument("--plain", action="store_true", help="decode without the drafter")
+    p.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default: 0; --bench: 0 and 1)")
+    p.add_argument("--top-k", type=int, metavar="K")
+    p.add_argument("--top-p", type=float, metavar="P")
+    p.add_argument("--block-size", type=size_or_auto, metavar="B", help="tokens of a block; auto: how many drafts are "
+                   "read is chosen each cycle (the default; --show: the drafter's own block, as a chain)")
+    p.add_argument("--tree-budget", type=int, metavar="N", help="tokens that the target reads a cycle, as a tree of the "
+                   f"likeliest drafts; 0: a chain (default: {TREE_BUDGET})")
+    for name, default, text in (("--max-new-tokens", 192, "of each prompt"), ("--prompts", 8, "--bench: of a domain"),
+                                ("--prompt-tokens", 64, "--bench: of a prompt"), ("--seed", 0, "of the sampling")):
+        p.add_argument(name, type=int, default=default, metavar="N", help=f"{text} (default: {default})")
+    p.add_argument("--device", help="cpu, cuda, ... (default: cuda where there is one)")
+    p.add_argument("--dtype", choices=DTYPES, help="default: the files' own")
+    p.add_argument("--compile", action=argparse.BooleanOptionalAction, help="a cycle's steps as CUDA graphs (the default "
+                   "on CUDA), on the CPU as compiled code (a minute's wait the first time)")
+    return p
+
+
+def size_or_auto(text):
+    return text if text == "auto" else int(text)
 
 
 def main(argv=None):
     args = parser().parse_args(argv)
-    device = find_device(args.device)
-    for name in ("prompts", "prompt_tokens", "max_new_tokens"):
-        if getattr(args, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)} is too small: at least 1")
-    if args.seed < 0:
-        raise UserError(f"--seed {args.seed} is negative")
-    folder = args.target or Path(args.out) / "target"
-    target = Transformer.from_pretrained(folder, device=device, dtype=DTYPES.get(args.dtype))
+    for name, least in (("prompts", 1), ("prompt_tokens", 1), ("max_new_tokens", 1), ("seed", 0)):
+        if getattr(args, name) < least:
+            raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)} is too small: at least {least}")
+    out, folder = Path(args.out), args.target or Path(args.out) / "target"
+    target = Transformer.from_pretrained(folder, device=find_device(args.device), dtype=DTYPES.get(args.dtype))
     tokenizer = Tokenizer.from_pretrained(folder)
-    folders = args.drafter or [path for kind in DRAFTERS.values() if (path := Path(args.out) / kind.folder).exists()] or [Path(args.out) / "drafter"]
-    opened = [] if args.plain else [load_drafter(path, target) for path in folders[:None if args.bench else 1]]
-    drafters = {}
-    for drafter, path in zip(opened, folders):
-        drafters[f"{drafter.method} {path}" if drafter.method in drafters else drafter.method] = drafter
-    block_size = args.block_size or (None if args.show else "auto")
-    budget = TREE_BUDGET if args.tree_budget is None else args.tree_budget or None
+    found = [path for kind in DRAFTERS.values() if (path := out / kind.folder).exists()]
+    folders = args.drafter or found or [out / "drafter"]
+    drafters = {} if args.plain else load_drafters(folders[:None if args.bench else 1], target)
+    drafter = next(iter(drafters.values()), None)
+    chain = args.show or drafter is not None and drafter.in_turn and not args.bench    # by default
+    budget = (None if chain else TREE_BUDGET) if args.tree_budget is None else args.tree_budget or None
+    how = dict(block_size=args.block_size or (None if args.show else "auto"), tree_budget=budget, seed=args.seed,
+               compile=args.compile)
     if args.bench:
-        run_benchmark(args.out, target, drafters, tokenizer, args.data or Path(args.out) / "heldout.jsonl", prompts=args.prompts,
-                      prompt_tokens=args.prompt_tokens, max_new_tokens=args.max_new_tokens, sweeping=args.sweep, seed=args.seed,
-                      block_size=block_size, tree_budget=budget, top_k=args.top_k, top_p=args.top_p, compile=args.compile,
-                      temperatures=(0.0, 1.0) if args.temperature is None else (args.temperature,))
+        temperatures = (0.0, 1.0) if args.temperature is None else (args.temperature,)
+        run_benchmark(out, target, drafters, tokenizer, args.data or out / "heldout.jsonl", prompts=args.prompts,
+                      prompt_tokens=args.prompt_tokens, max_new_tokens=args.max_new_tokens, sweeping=args.sweep,
+                      top_k=args.top_k, top_p=args.top_p, temperatures=temperatures, **how)
         return
     text = args.prompt.encode("utf-8", "replace").decode()
     entry = {"messages": [{"role": "user", "content": text}]} if args.chat else {"prompt": text}
-    drafter, stop_ids = opened[0] if opened else None, stop_tokens(target, tokenizer)
-    if args.tree_budget is None and drafter is not None and drafter.in_turn:
-        budget = None
-    steps = generate(target, drafter, [encode_prompt(entry, tokenizer, None)], args.max_new_tokens,
-                   Sampling(args.temperature or 0.0, args.top_k, args.top_p), block_size=block_size, tree_budget=budget, stop_ids=stop_ids,
-                   seed=args.seed, compile=args.compile, look_every=1 if args.show else None)
+    sampling, stop_ids = Sampling(args.temperature or 0.0, args.top_k, args.top_p), stop_tokens(target, tokenizer)
+    steps = generate(target, drafter, [encode_prompt(entry, tokenizer, None)], args.max_new_tokens, sampling,
+                     stop_ids=stop_ids, look_every=1 if args.show else None, **how)
     stream(steps, tokenizer, "" if args.chat else text, stop_ids, args.show)
-
-
-def run_command(main):
-    """Runs a command line: what the user can put right is one line and exit status 2."""
-    try:
-        sys.stdout.reconfigure(errors="replace")                                 # a terminal that lacks a character shows a question mark
-        main()
-    except (UserError, OSError) as error:
-        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ Below it two baselines that draft one token after the other, through the same de
 """
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -186,6 +187,69 @@ def last_positions(start, n):
 def rows_at(x, positions):
     """x (B, capacity, F) at positions (B, n) -> (B, n, F)"""
     return x.gather(1, positions[..., None].expand(-1, -1, x.shape[2]))
+
+
+# ---- what the target gets to read: a chain of drafts, or a tree --------------------------------------------------------------------
+
+class Drafts(NamedTuple):
+    """The anchor and the drafts behind it: a chain, in which each has the one before it as parent, or a tree, parents before children."""
+    tokens: torch.Tensor                     # (B, N) int64, the anchor first
+    probability: torch.Tensor                # (B, N) float32, the drafter's, of all drafts from the anchor to this one
+    parent: torch.Tensor | None = None       # trees: (B, N) int64, the node before; the anchor's is itself
+    depth: torch.Tensor | None = None        # trees: (B, N) int64, how far behind the anchor
+    ancestors: torch.Tensor | None = None    # trees: (B, N, N) bool, [b, i, j]: is node j an ancestor of node i, or i itself?
+
+    def first(self, n):
+        """Of a tree, the best n nodes."""
+        return Drafts(*(x if x is None else x[:, :n, :n] if x.dim() == 3 else x[:, :n] for x in self))
+
+
+def draft_chain(anchor, guesses):
+    """The likeliest token of each slot. anchor (B, 1); guesses (B, S, V), `Sampling.guesses` of the drafter's slots. N = S + 1."""
+    probability, tokens = guesses.max(-1)                                        # (B, S)
+    return Drafts(torch.cat((anchor, tokens), 1), F.pad(probability.cumprod(1), (1, 0), value=1.0))
+
+
+def draft_tree(anchor, guesses, budget):
+    """The `budget` likeliest prefixes of the block (the anchor's, which is certain, among them), best first: N = budget.
+
+    One pass of the drafter gives a distribution for each slot, so a prefix's probability is a product over its slots. Level after level
+    the likeliest prefixes grow by one token each; of a level no more than the budget can be among the best (liranringel/ddtree,
+    arXiv:2604.12989). Arguments as in `draft_chain`.
+    """
+    B, S, V = guesses.shape
+    K = min(budget - 1, V)                                                       # tokens to choose from in a slot
+    W = min(budget - 1, K * K)                                                   # prefixes kept of a level; of the first one K
+    top, tokens = guesses.topk(K)                                                # (B, S, K)
+    log_p = top.log()
+    level, scores, choices = log_p.new_zeros(B, 1), [], []
+    for slot in range(S):
+        longer = (level[:, :, None] + log_p[:, slot, None]).flatten(1)           # (B, prefixes * K)
+        level, choice = longer.topk(W if slot else K)
+        scores.append(level)
+        first = K + (slot - 2) * W if slot > 1 else 0                            # of the parents' level, its place in scores
+        choices.append(choice + first * K)                                       # so that choice // K is the parent's place
+    score, choice = torch.cat(scores, 1), torch.cat(choices, 1)                  # (B, candidates), shorter prefixes first
+    # A child is no likelier than its parent, and a stable sort leaves equal ones in order: parents come first, and none is missing.
+    best = score.sort(dim=1, descending=True, stable=True).indices[:, :budget - 1]
+    depth = (best - K + W) // W + 1
+    choice = choice.gather(1, best)
+    node = torch.arange(1, best.shape[1] + 1, device=anchor.device).expand(best.shape)
+    node_at = torch.zeros_like(score, dtype=torch.int64).scatter_(1, best, node)
+    parent = node_at.gather(1, choice // K).masked_fill(depth == 1, 0)
+    parent, depth = F.pad(parent, (1, 0)), F.pad(depth, (1, 0))                  # the anchor in front
+    tokens = tokens.flatten(1).gather(1, (depth[:, 1:] - 1) * K + choice % K)
+    probability = F.pad(score.gather(1, best).exp(), (1, 0), value=1.0)
+    return Drafts(torch.cat((anchor, tokens), 1), probability, parent, depth, ancestors_of(parent, S))
+
+
+def ancestors_of(parent, depth):
+    """parent (B, N) of a tree at most so deep -> ancestors (B, N, N), see `Drafts`."""
+    B, N = parent.shape
+    reach = torch.eye(N, device=parent.device).repeat(B, 1, 1).scatter_(2, parent[..., None], 1.0)
+    for _ in range((depth - 1).bit_length()):                                    # one step up, two, four, ...
+        reach = (reach @ reach).clamp_(max=1.0)
+    return reach > 0
 
 
 # ---- training (section 4.2) ----------------------------------------------------------------------------------------------------
@@ -399,3 +463,12 @@ def load_drafter(path, target):
         if named == [cls.architecture]:
             return cls.from_pretrained(path, target)
     raise UserError(f"{path}: not a drafter (architectures {named}); give a folder that train.py wrote as drafter/, eagle3/ or ar/, or a published DFlash drafter")
+
+
+def load_drafters(folders, target):
+    """{name: drafter}: the method's name, and where that comes twice the folder's with it."""
+    found = {}
+    for folder in folders:
+        drafter = load_drafter(folder, target)
+        found[f"{drafter.method} {folder}" if drafter.method in found else drafter.method] = drafter
+    return found

@@ -10,6 +10,7 @@ Each is written once, and `make_mask` turns it into what its executor wants:
 `attention` then runs either. Nothing here knows what a model, a token or a file is.
 """
 import functools
+import time
 
 import torch
 import torch.nn.functional as F
@@ -135,3 +136,44 @@ def compiled(function):
     """torch.compile on first use: importing the compiler takes as long as importing PyTorch, and plain decoding on the CPU needs none."""
     allow_recompiling()
     return torch.compile(function)
+
+
+@functools.cache
+def compiled_step(function):
+    """For the CPU: shapes never change, and calls of the library's own operators go straight from C++."""
+    allow_recompiling()
+    return torch.compile(function, dynamic=False, options={"cpp_wrapper": True})
+
+
+def captured(function, *args):
+    """For CUDA: the function's kernels as one graph. The result launches it, and returns the tensors it has filled anew."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        outputs = function(*args)
+
+    def replay():
+        graph.replay()
+        return outputs
+    return replay
+
+
+class Stopwatch:
+    """Milliseconds between marks; on CUDA from events on the stream, so that measuring makes nobody wait."""
+
+    def __init__(self, device):
+        self.cuda, self.marks = device.type == "cuda", []
+
+    def mark(self):
+        if self.cuda:
+            self.marks.append(torch.cuda.Event(enable_timing=True))
+            self.marks[-1].record()
+        else:
+            self.marks.append(time.perf_counter())
+
+    def cycle(self, i):
+        """Cycle i's milliseconds for drafting and for verifying: it has marked its beginning, the end of the draft, and its end."""
+        began, drafted, ended = self.marks[3 * i:3 * i + 3]
+        if self.cuda:
+            ended.synchronize()
+            return began.elapsed_time(drafted), drafted.elapsed_time(ended)
+        return 1e3 * (drafted - began), 1e3 * (ended - drafted)

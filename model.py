@@ -9,6 +9,8 @@ Shapes: B rows, Q new tokens a row, C = hidden_size, H heads and K key-value hea
 import json
 import math
 import os
+import platform
+import sys
 import time
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -439,6 +441,12 @@ class Sampling:
     top_k: int | None = None
     top_p: float | None = None
 
+    def __post_init__(self):
+        for name, good in (("temperature", 0 <= self.temperature < math.inf), ("top_k", self.top_k is None or self.top_k >= 1),
+                           ("top_p", self.top_p is None or 0 < self.top_p <= 1)):
+            if not good:
+                raise UserError(f"{name} = {getattr(self, name)} is out of range")
+
     def draw(self, logits, noise):
         """logits (..., V), noise (..., V) from `exponential_noise`, None at temperature 0 -> token ids (...). Of independent clocks that
         ring at rates p the first to ring is token x with probability p(x), and noise / p are such times. (In logarithms: the largest of
@@ -730,3 +738,113 @@ class Tokenizer:
     def decode(self, ids):
         """Ids -> str; bytes that are not UTF-8 become U+FFFD, special tokens appear as their text."""
         return self.decode_bytes(ids).decode("utf-8", "replace")
+
+
+# ---- prompts from files, and what the command lines share ---------------------------------------------------------------------------
+
+def read_lines(file):
+    """The objects of a .jsonl file: each with "messages" (a chat), "prompt" (a whole prompt) or "text" (whose beginning is a prompt)."""
+    entries, number = [], 1
+    try:
+        with open(file, encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    entry = json.loads(line)
+                    fields = {key: entry[key] for key in ("messages", "prompt", "text", "domain") if key in entry}
+                    if not fields.keys() - {"domain"} or not all(isinstance(value, list if key == "messages" else str) for key, value in fields.items()):
+                        raise ValueError
+                    entries.append(entry)
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read ({error.strerror})") from None
+    except (ValueError, AttributeError, TypeError, RecursionError):
+        raise UserError(f"{file}: line {number} is no JSON object with messages, prompt or text") from None
+    return entries
+
+
+def encode_prompt(entry, tokenizer, prompt_tokens):
+    """An entry of `read_lines` -> token ids; of a text the first prompt_tokens. Where the model wants a token before all text (Llama 3),
+    it gets it; a chat template writes it itself."""
+    if "messages" in entry:
+        return tokenizer.encode(tokenizer.render_chat(entry["messages"]), special=True)
+    bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    return bos + (tokenizer.encode(entry["prompt"]) if "prompt" in entry else tokenizer.encode(entry["text"])[:prompt_tokens])
+
+
+def read_prompts(file, tokenizer, prompt_tokens, per_domain):
+    """{domain: rows of ids}: from a .jsonl file, or from a text, cut into prompts of prompt_tokens."""
+    prompts = {}
+    if str(file).endswith(".jsonl"):
+        for entry in read_lines(file):
+            ids = encode_prompt(entry, tokenizer, prompt_tokens)
+            rows = prompts.setdefault(entry.get("domain", Path(file).stem), [])
+            if ids and len(rows) < per_domain and ("text" not in entry or len(ids) >= prompt_tokens):
+                rows.append(ids)
+    else:
+        try:
+            ids = tokenizer.encode(Path(file).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise UserError(f"{file}: cannot be read ({error.strerror})") from None
+        except UnicodeDecodeError:
+            raise UserError(f"{file}: not UTF-8 text") from None
+        step = max(prompt_tokens, len(ids) // per_domain)
+        prompts[Path(file).stem] = [ids[i:i + prompt_tokens] for i in range(0, len(ids) - prompt_tokens + 1, step)][:per_domain]
+    prompts = {domain: rows for domain, rows in prompts.items() if rows}
+    if not prompts:
+        raise UserError(f"{file}: no text of at least {prompt_tokens} tokens; ask for a shorter --prompt-tokens")
+    return prompts
+
+
+def check_prompts(config, prompts, max_new_tokens):
+    """Refuses, before any work, prompts (rows of ids) that a model cannot go on with for so long."""
+    if not len(prompts):
+        raise UserError("no prompts; give at least one")
+    if max_new_tokens < 1:
+        raise UserError(f"max_new_tokens = {max_new_tokens} is out of range")
+    for i, prompt in enumerate(prompts):
+        if not len(prompt):
+            raise UserError(f"prompt {i} is empty; give at least one token")
+        if not all(0 <= token < config.vocab_size for token in prompt):
+            raise UserError(f"prompt {i} holds a token id outside the target's vocabulary of {config.vocab_size}; "
+                            "was it encoded by another tokenizer?")
+        if len(prompt) + max_new_tokens > config.max_position_embeddings:
+            raise UserError(f"prompt {i} has {len(prompt)} tokens, with {max_new_tokens} new ones more than the target's "
+                            f"max_position_embeddings of {config.max_position_embeddings}; shorten it or ask for fewer")
+
+
+def stop_tokens(target, tokenizer):
+    eos = target.config.eos_token_id
+    return {*(eos if isinstance(eos, list) else [eos]), *tokenizer.eos_ids} - {None}
+
+
+def find_device(name=None):
+    """The torch.device of that name; None: CUDA where there is one."""
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        usable = device.type == "cpu" or device.type == "cuda" and (device.index or 0) < torch.cuda.device_count()
+    except RuntimeError:
+        usable = False
+    if not usable:
+        raise UserError(f"--device {name}: not found here; cpu, or cuda where PyTorch sees one")
+    return device
+
+
+def device_name(device):
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        model = [line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")][0]
+    except (OSError, IndexError):
+        model = platform.processor() or platform.machine()
+    return f"{model}, {torch.get_num_threads()} threads"
+
+
+def run_command(main):
+    """Runs a command line: what the user can put right is one line and exit status 2."""
+    try:
+        sys.stdout.reconfigure(errors="replace")                                 # a terminal that lacks a character shows a question mark
+        main()
+    except (UserError, OSError) as error:
+        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from torch.nn.attention.flex_attention import create_block_mask
 
 import decode
+import drafter as drafter_module
 import kernels
 import model
 import train
@@ -780,7 +781,7 @@ def test_acceptance_equals_plain_python():
     for case in range(60):
         guesses = torch.rand(3, 4, 5, generator=g).softmax(-1)
         anchor = torch.randint(5, (3, 1), generator=g)
-        chain, tree = decode.draft_chain(anchor, guesses), decode.draft_tree(anchor, guesses, 14)
+        chain, tree = drafter_module.draft_chain(anchor, guesses), drafter_module.draft_tree(anchor, guesses, 14)
         for drafts in (chain, tree):
             N = drafts.tokens.shape[1]
             parents = [[max(i - 1, 0) for i in range(N)]] * 3 if drafts.parent is None else drafts.parent.tolist()
@@ -804,7 +805,7 @@ def test_a_tree_holds_the_likeliest_prefixes(V, S, N):
     guesses = torch.randn(2, S, V, generator=torch.Generator().manual_seed(V)).mul(2).softmax(-1)
     guesses[1, 0] = F.one_hot(torch.tensor(2), V)                                                 # certain: its children are as likely as it is
     guesses[1, 1] = F.one_hot(torch.tensor(1), V)
-    tree = decode.draft_tree(torch.tensor([[3], [4]]), guesses, N)
+    tree = drafter_module.draft_tree(torch.tensor([[3], [4]]), guesses, N)
     for b in range(2):
         prefixes = [prefix for depth in range(1, S + 1) for prefix in itertools.product(range(V), repeat=depth)]
         likeliest = sorted((-math.prod(float(guesses[b, slot, token]) for slot, token in enumerate(prefix)) for prefix in prefixes))[:N - 1]
@@ -817,7 +818,7 @@ def test_a_tree_holds_the_likeliest_prefixes(V, S, N):
             assert {j for j, path in paths.items() if paths[i][:len(path)] == path} == set(tree.ancestors[b, i].nonzero()[:, 0].tolist())
         assert len(set(paths.values())) == len(paths) == N
         torch.testing.assert_close(tree.probability[b, 1:], -torch.tensor(likeliest), atol=1e-6, rtol=1e-4)
-    few = decode.draft_tree(torch.tensor([[3]]), guesses[:1], 4)
+    few = drafter_module.draft_tree(torch.tensor([[3]]), guesses[:1], 4)
     assert all(torch.equal(x, y[:1]) for x, y in zip(few, tree.first(4)))                         # the best few of many are the best few
 
 
@@ -1251,12 +1252,12 @@ def test_the_whole_path(finished_run, data, capsys):
 def test_decode_command_line(finished_run, capsys, monkeypatch):
     out = finished_run
     texts = []
-    for flags in ([], ["--plain"], ["--show"], ["--block-size", "2"], ["--tree-budget", "0"], ["--show", "--tree-budget", "0"]):
+    for flags in ([], ["--plain"], ["--show"], ["--block-size", "2"], ["--tree-budget", "0"], ["--show", "--tree-budget", "8"]):
         decode.main(["--out", str(out), "--prompt", "the target", "--max-new-tokens", "20", *flags])
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] == texts[3] == texts[4] and len(texts[0]) > 20
     for text in (texts[2], texts[5]):
-        assert decode.GREEN in text and decode.BLUE in text and decode.GREY in text
+        assert decode.GREEN in text and decode.BLUE in text and (decode.GREY in text) == (text is texts[2])
         shown = re.sub(r"\033\[9;90m.*?\033\[0m", "", text)                                        # without the rejected drafts
         assert re.sub(r"\033\[[0-9;]*m", "", shown) == texts[0]
     report = (out / "report.json").read_bytes()
@@ -1264,7 +1265,7 @@ def test_decode_command_line(finished_run, capsys, monkeypatch):
         decode.main(["--out", str(out), "--bench", "--prompts", "1", "--prompt-tokens", "8", "--max-new-tokens", "16", *flags])
         assert word in capsys.readouterr().out
     decode.main(["--out", str(out), "--bench", "--prompts", "1", "--prompt-tokens", "8", "--max-new-tokens", "4", "--temperature", "0", "--block-size", "3", "--sweep"])
-    assert "batch: tokens a second" in capsys.readouterr().out
+    assert "dflash: batch" in capsys.readouterr().out
     found = json.loads((out / "report.json").read_text())["sweep"]["dflash"]
     assert [row["block_size"] for row in found["block_size"]] == [1, 2, 4, 8, 16, 32] and [row["batch"] for row in found["batch"]] == [1, 4, 16, 64]
     assert all(row["verify_ms"] > 0 and (row["block_size"] == 1 or row["draft_ms"] > 0) for row in found["block_size"] + found["context"])
@@ -1399,7 +1400,8 @@ def test_a_drafter_for_a_pretrained_target(pretrained, data, tmp_path, capsys):
     decode.main([*how, "--prompt", "Say 3.", "--chat"])
     decode.main([*how, "--bench", "--data", str(chats), "--prompts", "2"])
     decode.main([*how, "--bench", "--data", str(data / "a.txt"), "--prompts", "2", "--prompt-tokens", "10"])
-    assert "100%" in capsys.readouterr().out
+    assert "identical" in capsys.readouterr().out
+    assert all(row["identical"] == 1 for row in json.loads((tmp_path / "bench" / "report.json").read_text())["results"])
     done = run_train(*flags, "--data", chats, data, "--mask-token", "<|nope|>", "--out", tmp_path / "other", check=False)
     assert done.returncode == 2 and "<|nope|>" in done.stderr and "Traceback" not in done.stderr
     chats.write_text('{"messages": []')

@@ -36,10 +36,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
-from decode import autoregressive, benchmark, cycle_ms, encode_prompt, find_device, read_lines, read_prompts, run_benchmark, run_command, stop_tokens
+from decode import autoregressive, benchmark, cycle_ms, idle, run_benchmark
 from drafter import DRAFTERS, default_taps, sample_anchors
 from kernels import allow_recompiling, has_compiler
-from model import CODE_PATTERN, MLP, DecoderLayer, ModelConfig, RMSNorm, Tokenizer, Transformer, UserError, read_json, write_json, write_whole
+from model import (CODE_PATTERN, MLP, DecoderLayer, ModelConfig, RMSNorm, Tokenizer, Transformer, UserError, encode_prompt, find_device,
+                   read_json, read_lines, read_prompts, run_command, stop_tokens, write_json, write_whole)
 
 MASK_TOKEN = "<|mask|>"
 END_TOKEN = "<|endoftext|>"
@@ -655,6 +656,7 @@ def make_responses(run, args, target, tokenizer, prompts, upstream):
                 if n % run.world == run.rank and not file_of(n).exists():
                     write_part(n)
                 bar.update(rows * args.response_tokens)
+        idle.clear()                                                             # caches for many rows, which nothing below needs
         run.wait()
         finish(run, "responses", settings)
     rows, prompt_lengths = [], []
@@ -785,8 +787,8 @@ def measure_claims(run, args, target, tokenizer, responses, corpus):
         drafter, _ = train_drafter(here, mine, target, tokenizer, *(corpus if mine.responses_from == "corpus" else (ids, trainable)), {**settings, "seed": seed})
         if run.main and not (here.out / "result.json").exists():
             with run.bar(sum(map(len, prompts.values())), "benchmark", "prompt") as bar:
-                rows, _ = benchmark(target, {"whole": {"drafter": drafter}, "auto": {"drafter": drafter, "block_size": "auto"}}, prompts, min(192, args.response_tokens), (0.0,),
-                                    stop_tokens(target, tokenizer), progress=lambda what: bar.update())
+                methods = {"whole": {"drafter": drafter}, "auto": {"drafter": drafter, "block_size": "auto"}}
+                rows = benchmark(target, methods, prompts, min(192, args.response_tokens), (0.0,), stop_tokens(target, tokenizer), progress=bar)
             whole, auto = rows[-2:]                                              # over all domains
             first = next(iter(prompts.values()))[0]
             write_json(here.out / "result.json", {"tau": whole["tau"], "speedup": whole["speedup"], "speedup, auto": auto["speedup"], "identical": whole["identical"],
