@@ -26,11 +26,11 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from drafter import DRAFTERS, Drafts, draft_chain, draft_tree, last_positions, load_drafters, rows_at
-from kernels import Stopwatch, captured, compiled_step, has_compiler
-from model import (DTYPES, KVCache, Sampling, Tokenizer, Transformer, UserError, check_prompts, device_name,
-                   encode_prompt, exponential_noise, find_device, read_prompts, run_command, stop_tokens, stream_keys,
-                   write_json)
+from drafter import Drafts, drafter_folders, last_positions, load_drafters, propose, rows_at
+from kernels import Stopwatch, as_one, has_compiler
+from model import (DTYPES, KVCache, Sampling, Tokenizer, Transformer, UserError, bars, check_prompts,
+                   device_name, encode_prompt, exponential_noise, find_device, read_prompts, run_command,
+                   stop_tokens, stream_keys, table, write_json)
 
 PREFILL = 512         # tokens of a prompt that are read at once: the mask, PREFILL x context, should not outgrow a CPU's cache
 LOOK_EVERY = 3        # cycles between two looks at the results on CUDA, where each look makes the host wait for the device
@@ -67,11 +67,11 @@ class Decoder:
     from there on is never seen, and the next cycle writes over it.
     """
 
-    def __init__(self, target, drafter, batch, capacity, block_size, tree_budget, auto, sampling, stop_ids, compile):
+    def __init__(self, target, drafter, batch, capacity, block_size, tree_budget, auto, sampling, stop_ids,
+                 compile):
         device = target.device
-        self.target, self.drafter = target, drafter
-        self.block_size, self.tree_budget = block_size, tree_budget
-        self.sampling, self.compile, self.device, self.capacity = sampling, compile, device, capacity
+        self.target, self.drafter, self.sampling, self.device = target, drafter, sampling, device
+        self.block_size, self.tree_budget, self.compile = block_size, tree_budget, compile
         self.taps = drafter.config.target_layer_ids if drafter else ()
         configs = [target.config, drafter.config.layers] if drafter else [target.config]
         self.caches = [KVCache(config, batch, capacity, device, target.dtype) for config in configs]
@@ -85,8 +85,8 @@ class Decoder:
         self.num_kept = zeros(capacity + LOOK_EVERY, batch)                      # what each cycle has kept of each row; a log
         self.num_cycles = zeros(1)
         self.auto = Auto(tree_budget or block_size) if auto else None
-        self.look_every = LOOK_EVERY if device.type == "cuda" else 1
-        self.warm_up = 2 if device.type == "cuda" else 1                         # calls of a step that are slower than the others
+        # Cycles between two looks; calls of a step that are slower than the others.
+        self.look_every, self.warm_up = (LOOK_EVERY, 2) if device.type == "cuda" else (1, 1)
         self.graphs, self.calls = {}, Counter()
 
     # -- one cycle, on the device
@@ -96,9 +96,7 @@ class Decoder:
         logits = self.drafter.draft(self.target, self.text, self.features, self.length, self.window,
                                     self.block_size, self.caches[1], self.guess)
         guesses = self.sampling.guesses(logits, self.noise(0, self.block_size - 1))    # (B, S, V)
-        if self.tree_budget:
-            return draft_tree(self.anchor(), guesses, self.tree_budget)
-        return draft_chain(self.anchor(), guesses)
+        return propose(self.anchor(), guesses, self.tree_budget)
 
     def verify(self, n):
         """The target reads the anchor and the first n - 1 drafts in one pass, draws its own token behind each, and keeps what agrees."""
@@ -130,8 +128,7 @@ class Decoder:
         self.text.scatter_(1, slots + 1, tokens)
         stops = (tokens[..., None] == self.stop_ids).any(-1) & (order < num_kept[:, None])
         first_stop = order.where(stops, n).amin(1)                               # (B,), n: none
-        num_kept = torch.minimum(num_kept, first_stop + 1)                       # nothing behind a stop token counts
-        num_kept = num_kept.masked_fill(self.finished, 0)
+        num_kept = torch.minimum(num_kept, first_stop + 1).masked_fill(self.finished, 0)    # nothing counts behind a stop
         self.num_kept.index_copy_(0, self.num_cycles, num_kept[None])
         self.num_cycles += 1
         self.length.copy_(torch.minimum(self.length + num_kept, self.last))
@@ -211,22 +208,20 @@ class Decoder:
         self.longest += min(n, self.block_size)
 
     def step(self, function, *args):
-        """Calls a step of the cycle: as it is, compiled (the CPU), or as a graph (CUDA, where the first call compiles and reserves)."""
+        """Calls a step of the cycle: as it is, or as one piece (on CUDA from the second call on: the first compiles and reserves)."""
         key = function.__name__, *args
         self.calls[key] += 1
         self.is_warm &= self.calls[key] > self.warm_up
-        if self.compile and self.device.type == "cpu":
-            return compiled_step(function.__func__)(self, *args)
-        if not self.compile or self.calls[key] == 1:
+        if not self.compile or self.calls[key] < self.warm_up:
             return function(*args)
         if key not in self.graphs:
-            self.graphs[key] = captured(function, *args)
+            self.graphs[key] = as_one(function, *args)
         return self.graphs[key]()
 
     def look_as_far_as(self, n):
         """How many slots of the caches the next passes look at: n, or all of them where shapes must not change."""
         for cache in self.caches:
-            cache.kv_len = self.capacity if self.compile else n
+            cache.kv_len = self.text.shape[1] if self.compile else n
 
     def look(self):
         """The host waits for the device, and learns what the cycles since the last look have kept. Returns whether all rows have ended."""
@@ -260,7 +255,6 @@ class Auto:
         self.power = 1.0                                                         # of a probability, to be right on average
         self.lost, self.looks = 0.0, 0                                           # plain cycles that a cycle with drafts loses: moving average
         self.plain_cycles, self.patience = 2, 8                                  # before the next draft; after it, for each one lost
-        self.drafts, self.run = 4, 4                                             # before the next plain cycle, to measure costs by
         self.size = self.before = None                                           # chosen; the cycle before (tokens read, milliseconds)
 
     def cost(self, n):
@@ -302,10 +296,7 @@ class Auto:
             self.plain_cycles = max(1, round(self.patience * self.lost))
             self.patience = min(2 * self.patience, 64)
             return
-        self.drafts, self.patience = self.drafts - 1, 8
-        if self.drafts == 0:
-            self.plain_cycles, self.run = 1, min(2 * self.run, 64)
-            self.drafts = self.run
+        self.plain_cycles, self.patience = int(self.looks % 32 == 0), 8         # one now and then, to measure costs by
 
 
 # ---- generation ----------------------------------------------------------------------------------------------------------------
@@ -362,13 +353,8 @@ def generate(target, drafter, prompts, max_new_tokens, sampling, *, block_size=N
     """The loop: yields the Decoder after the prefill, then whenever the host has looked, until all rows have ended. Arguments as in
     `speculative`; look_every: cycles between two looks (None: as is fast)."""
     check_prompts(target.config, prompts, max_new_tokens)
-    sizes = range(1, target.config.max_position_embeddings + 1)
-    if not (block_size in (None, "auto") or block_size in sizes):
-        raise UserError(f"block_size = {block_size} is out of range")
-    if not (tree_budget is None or tree_budget in sizes[1:]):
-        raise UserError(f"tree_budget = {tree_budget} is out of range")
-    if tree_budget and drafter and drafter.in_turn:
-        raise UserError(f"{drafter.title} drafts token after token and has no tree: leave tree_budget out")
+    if drafter is not None:
+        drafter.check_sizes(block_size, tree_budget)
     if drafter is None or block_size == 1:
         drafter, block_size, tree_budget = None, 1, None
     block = drafter.config.block_size if block_size in (None, "auto") else block_size
@@ -470,11 +456,12 @@ def sweep(target, drafter, prompts, progress, **how):
     """What decoding costs as it grows, in milliseconds of one cycle (medians): over the block size, the tree's, and the context; and tokens
     a second over the batch. prompts: rows of ids; their text, repeated, makes the longer contexts. Returns {name: rows}."""
     text, longest = sum(prompts, []), target.config.max_position_embeddings - 64
-    points = {"block_size": [1, 2, 4, 8, 16, 32], "tree_budget": [] if drafter.in_turn else [2, 4, 8, 16, 32, 64],
-              "context": [min(2**i, longest) for i in range(6, 13)]}
+    points = {"block_size": (1, 2, 4, 8, 16, 32), "context": [min(2**i, longest) for i in range(6, 13)],
+              "tree_budget": () if drafter.in_turn else (2, 4, 8, 16, 32, 64)}
     found = {key: [] for key in [*points, "batch"]}
-    for key, n in [(key, n) for key in points for n in points[key]]:
-        context, sizes = (n, {"block_size": drafter.config.block_size}) if key == "context" else (64, {key: n})
+    for key, n in ((key, n) for key in points for n in points[key]):
+        sizes = {"block_size": drafter.config.block_size, "context": 64} | {key: n}
+        context = sizes.pop("context")
         prompt = (text * (context // len(text) + 1))[:context]
         row = {**sizes, "context": context, **cycle_ms(target, drafter, prompt, **sizes, **how)}
         for name, config in (("target", target.config), ("drafter", drafter.config.layers)):
@@ -484,22 +471,11 @@ def sweep(target, drafter, prompts, progress, **how):
     methods = {"autoregressive": {"drafter": None}, "speculative": {"drafter": drafter},
                "auto": {"drafter": drafter, "block_size": "auto"}}
     for batch in (1, 4, 16, 64):
-        rows, ms = [prompts[i % len(prompts)] for i in range(batch)], {method: [] for method in methods}
-        for _, (method, keywords) in itertools.product(range(4), methods.items()):
-            ms[method].append(timed(target, prompts=rows, max_new_tokens=64, **keywords, **how)[0])
-            progress.update()
-        rates = {method: 1e3 / median(times[1:]) for method, times in ms.items()}
-        found["batch"].append({"batch": batch, **rates})
+        how.update(prompts=[prompts[i % len(prompts)] for i in range(batch)], max_new_tokens=64)
+        ms = {name: [timed(target, **way, **how)[0] for _ in range(4)][1:] for name, way in methods.items()}
+        found["batch"].append({"batch": batch, **{name: 1e3 / median(ms[name]) for name in ms}})
+        progress.update()
     return {key: rows for key, rows in found.items() if rows}
-
-
-def table(rows):
-    """Report rows (dictionaries of the same keys) as text; the histograms are left out."""
-    form = lambda value: "-" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
-    rows = [{key: form(value) for key, value in row.items() if not isinstance(value, dict)} for row in rows]
-    lines = [[*rows[0]], *([*row.values()] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in lines)
 
 
 def run_benchmark(out, target, drafters, tokenizer, prompts_file, *, prompts, prompt_tokens, max_new_tokens,
@@ -522,14 +498,12 @@ def run_benchmark(out, target, drafters, tokenizer, prompts_file, *, prompts, pr
               "torch": torch.__version__, "max_new_tokens": max_new_tokens, "block_size": block_size,
               "tree_budget": tree_budget, "results": results}
     print(table(results))
-    for row in results[-len(methods):]:                                          # over all domains, at the last temperature
-        print(f"\n{row['method']}, temperature {row['temperature']:g}: drafts accepted a cycle, and the bonus token")
-        for n, count in row["acceptance_lengths"].items():
-            share = count / sum(row["acceptance_lengths"].values())
-            print(f"  {n:3d} {'█' * round(60 * share)} {share:.1%}")
+    for row in (row for row in results if row["domain"] == results[-1]["domain"] and row["draft_ms"]):    # all domains
+        print(f"\n{row['method']}, temperature {row['temperature']:g}: tokens kept a cycle, bonus token too")
+        print(bars(row["acceptance_lengths"]))
     if sweeping:
         with tqdm(desc="sweep", unit="point") as bar:
-            report["sweep"] = {name: sweep(target, each, texts, bar, **how) for name, each in drafters.items()}
+            report["sweep"] = {name: sweep(target, d, texts, bar, **how) for name, d in drafters.items()}
         for name, found in report["sweep"].items():
             print(*(f"\n{name}: {key}\n{table(rows)}" for key, rows in found.items()), sep="\n")
     write_json(Path(out) / "report.json", report)
@@ -560,39 +534,38 @@ def stream(steps, tokenizer, text, stop_ids, show):
     print(to_text.decode(b"", final=True))
     seconds, lengths = time.perf_counter() - began, [kept for (kept,) in decoder.history if kept]
     tau = f", tau {statistics.mean(lengths):.2f}" if decoder.drafter and lengths else ""
-    rate = f"{printed} tokens in {seconds:.2f} s, {printed / seconds:.0f} tokens a second"
-    print(f"[{rate}{tau}]", file=sys.stderr)
+    print(f"[{printed} tokens in {seconds:.2f} s, {printed / seconds:.0f} a second{tau}]", file=sys.stderr)
 
 
 def parser():
     p = argparse.ArgumentParser(description="Decode with a target and its DFlash drafter, or benchmark them.")
-    p.add_argument("--out", default="out", help="what train.py left: target/, drafter/, heldout.jsonl (default: out)")
-    p.add_argument("--target", help="folder of the target, instead of OUT/target")
-    p.add_argument("--drafter", nargs="+", metavar="DIR", help="folders of drafters, instead of OUT/drafter, "
-                   "OUT/eagle3 and OUT/ar; without --bench the first is used")
+    add = p.add_argument
+    add("--out", default="out", help="what train.py left: target/, drafter/, heldout.jsonl (default: out)")
+    add("--target", help="folder of the target, instead of OUT/target")
+    add("--drafter", nargs="+", metavar="DIR", help="folders (default: OUT's); of several --bench takes all")
     what = p.add_mutually_exclusive_group(required=True)
     what.add_argument("--prompt", help="text to continue")
-    what.add_argument("--bench", action="store_true", help="measure plain decoding and the drafters on held-out "
-                      "prompts; writes OUT/report.json")
-    p.add_argument("--sweep", action="store_true", help="--bench: also over sizes of block, tree, context and batch")
-    p.add_argument("--chat", action="store_true", help="--prompt is a user's message, for the chat template")
-    p.add_argument("--data", metavar="FILE", help="--bench: a text or .jsonl file (default: OUT/heldout.jsonl)")
-    p.add_argument("--show", action="store_true", help="in colours: accepted drafts, bonus tokens, rejected drafts")
-    p.add_argument("--plain", action="store_true", help="decode without the drafter")
-    p.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default: 0; --bench: 0 and 1)")
-    p.add_argument("--top-k", type=int, metavar="K")
-    p.add_argument("--top-p", type=float, metavar="P")
-    p.add_argument("--block-size", type=size_or_auto, metavar="B", help="tokens of a block; auto: how many drafts are "
-                   "read is chosen each cycle (the default; --show: the drafter's own block, as a chain)")
-    p.add_argument("--tree-budget", type=int, metavar="N", help="tokens that the target reads a cycle, as a tree of the "
-                   f"likeliest drafts; 0: a chain (default: {TREE_BUDGET})")
-    for name, default, text in (("--max-new-tokens", 192, "of each prompt"), ("--prompts", 8, "--bench: of a domain"),
-                                ("--prompt-tokens", 64, "--bench: of a prompt"), ("--seed", 0, "of the sampling")):
-        p.add_argument(name, type=int, default=default, metavar="N", help=f"{text} (default: {default})")
-    p.add_argument("--device", help="cpu, cuda, ... (default: cuda where there is one)")
-    p.add_argument("--dtype", choices=DTYPES, help="default: the files' own")
-    p.add_argument("--compile", action=argparse.BooleanOptionalAction, help="a cycle's steps as CUDA graphs (the default "
-                   "on CUDA), on the CPU as compiled code (a minute's wait the first time)")
+    what.add_argument("--bench", action="store_true", help="on held-out prompts; writes OUT/report.json")
+    add("--sweep", action="store_true", help="--bench: also over sizes of block, tree, context and batch")
+    add("--chat", action="store_true", help="--prompt is a user's message, for the chat template")
+    add("--data", metavar="FILE", help="--bench: a text or .jsonl file (default: OUT/heldout.jsonl)")
+    add("--show", action="store_true", help="in colours: accepted drafts, bonus tokens, rejected drafts")
+    add("--plain", action="store_true", help="decode without the drafter")
+    add("--temperature", type=float, metavar="T", help="0 is greedy (default: 0; --bench: 0 and 1)")
+    add("--top-k", type=int, metavar="K")
+    add("--top-p", type=float, metavar="P")
+    add("--block-size", type=size_or_auto, metavar="B", help="tokens of a block; auto: how many drafts are "
+        "read is chosen each cycle (the default; --show: the drafter's own block, as a chain)")
+    add("--tree-budget", type=int, metavar="N", help="tokens that the target reads a cycle, as a tree of "
+        f"the likeliest drafts; 0: a chain (default: {TREE_BUDGET})")
+    add("--max-new-tokens", type=int, default=192, metavar="N", help="of each prompt (default: 192)")
+    add("--prompts", type=int, default=8, metavar="N", help="--bench: prompts a domain (default: 8)")
+    add("--prompt-tokens", type=int, default=64, metavar="N", help="--bench: tokens a prompt (default: 64)")
+    add("--seed", type=int, default=0, metavar="N", help="of the sampling (default: 0)")
+    add("--device", help="cpu, cuda, ... (default: cuda where there is one)")
+    add("--dtype", choices=DTYPES, help="default: the files' own")
+    add("--compile", action=argparse.BooleanOptionalAction, help="a cycle's steps as CUDA graphs (there the "
+        "default), on the CPU as compiled code (a minute's wait the first time)")
     return p
 
 
@@ -603,30 +576,32 @@ def size_or_auto(text):
 def main(argv=None):
     args = parser().parse_args(argv)
     for name, least in (("prompts", 1), ("prompt_tokens", 1), ("max_new_tokens", 1), ("seed", 0)):
-        if getattr(args, name) < least:
-            raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)} is too small: at least {least}")
+        if (value := getattr(args, name)) < least:
+            raise UserError(f"--{name.replace('_', '-')} {value} is too small: at least {least}")
     out, folder = Path(args.out), args.target or Path(args.out) / "target"
-    target = Transformer.from_pretrained(folder, device=find_device(args.device), dtype=DTYPES.get(args.dtype))
+    device, dtype = find_device(args.device), DTYPES.get(args.dtype)
+    target = Transformer.from_pretrained(folder, device=device, dtype=dtype)
     tokenizer = Tokenizer.from_pretrained(folder)
-    found = [path for kind in DRAFTERS.values() if (path := out / kind.folder).exists()]
-    folders = args.drafter or found or [out / "drafter"]
-    drafters = {} if args.plain else load_drafters(folders[:None if args.bench else 1], target)
+    folders = (args.drafter or drafter_folders(out))[:None if args.bench else 1]
+    drafters = {} if args.plain else load_drafters(folders, target)
     drafter = next(iter(drafters.values()), None)
     chain = args.show or drafter is not None and drafter.in_turn and not args.bench    # by default
     budget = (None if chain else TREE_BUDGET) if args.tree_budget is None else args.tree_budget or None
-    how = dict(block_size=args.block_size or (None if args.show else "auto"), tree_budget=budget, seed=args.seed,
-               compile=args.compile)
+    block_size = args.block_size or (None if args.show else "auto")
+    how = dict(block_size=block_size, tree_budget=budget, seed=args.seed, compile=args.compile)
     if args.bench:
         temperatures = (0.0, 1.0) if args.temperature is None else (args.temperature,)
-        run_benchmark(out, target, drafters, tokenizer, args.data or out / "heldout.jsonl", prompts=args.prompts,
-                      prompt_tokens=args.prompt_tokens, max_new_tokens=args.max_new_tokens, sweeping=args.sweep,
-                      top_k=args.top_k, top_p=args.top_p, temperatures=temperatures, **how)
+        run_benchmark(
+            out, target, drafters, tokenizer, args.data or out / "heldout.jsonl", prompts=args.prompts,
+            prompt_tokens=args.prompt_tokens, max_new_tokens=args.max_new_tokens, sweeping=args.sweep,
+            top_k=args.top_k, top_p=args.top_p, temperatures=temperatures, **how)
         return
     text = args.prompt.encode("utf-8", "replace").decode()
     entry = {"messages": [{"role": "user", "content": text}]} if args.chat else {"prompt": text}
-    sampling, stop_ids = Sampling(args.temperature or 0.0, args.top_k, args.top_p), stop_tokens(target, tokenizer)
-    steps = generate(target, drafter, [encode_prompt(entry, tokenizer, None)], args.max_new_tokens, sampling,
-                     stop_ids=stop_ids, look_every=1 if args.show else None, **how)
+    prompt, stop_ids = encode_prompt(entry, tokenizer, None), stop_tokens(target, tokenizer)
+    sampling = Sampling(args.temperature or 0.0, args.top_k, args.top_p)
+    steps = generate(target, drafter, [prompt], args.max_new_tokens, sampling, stop_ids=stop_ids,
+                     look_every=1 if args.show else None, **how)
     stream(steps, tokenizer, "" if args.chat else text, stop_ids, args.show)
 
 

@@ -63,6 +63,16 @@ class Drafter(nn.Module):
         layers = replace(target.config, model_type="qwen3", num_hidden_layers=num_layers, attention_bias=False)
         return cls(DrafterConfig(layers, block_size, mask_token_id, target_layer_ids or cls.default_taps(L), L, injection))
 
+    def check_sizes(self, block_size, tree_budget):
+        """Refuses what `decode.speculative` can't be asked for."""
+        sizes = range(1, self.config.layers.max_position_embeddings + 1)
+        if not (block_size in (None, "auto") or block_size in sizes):
+            raise UserError(f"block_size = {block_size} is out of range")
+        if not (tree_budget is None or tree_budget in sizes[1:]):
+            raise UserError(f"tree_budget = {tree_budget} is out of range")
+        if tree_budget and self.in_turn:
+            raise UserError(f"{self.title} drafts token after token and has no tree: leave tree_budget out")
+
     @torch.no_grad()
     def init_weights(self, target, generator):
         """Starts as a copy of the target's last layers that reads its last tap: a drafter of the target's shape has most of what it needs to
@@ -204,8 +214,13 @@ class Drafts(NamedTuple):
         return Drafts(*(x if x is None else x[:, :n, :n] if x.dim() == 3 else x[:, :n] for x in self))
 
 
+def propose(anchor, guesses, tree_budget):
+    """anchor (B, 1); guesses (B, S, V), `Sampling.guesses` of the drafter's slots -> Drafts."""
+    return draft_tree(anchor, guesses, tree_budget) if tree_budget else draft_chain(anchor, guesses)
+
+
 def draft_chain(anchor, guesses):
-    """The likeliest token of each slot. anchor (B, 1); guesses (B, S, V), `Sampling.guesses` of the drafter's slots. N = S + 1."""
+    """The likeliest token of each slot. N = S + 1."""
     probability, tokens = guesses.max(-1)                                        # (B, S)
     return Drafts(torch.cat((anchor, tokens), 1), F.pad(probability.cumprod(1), (1, 0), value=1.0))
 
@@ -215,7 +230,7 @@ def draft_tree(anchor, guesses, budget):
 
     One pass of the drafter gives a distribution for each slot, so a prefix's probability is a product over its slots. Level after level
     the likeliest prefixes grow by one token each; of a level no more than the budget can be among the best (liranringel/ddtree,
-    arXiv:2604.12989). Arguments as in `draft_chain`.
+    arXiv:2604.12989).
     """
     B, S, V = guesses.shape
     K = min(budget - 1, V)                                                       # tokens to choose from in a slot
@@ -463,6 +478,11 @@ def load_drafter(path, target):
         if named == [cls.architecture]:
             return cls.from_pretrained(path, target)
     raise UserError(f"{path}: not a drafter (architectures {named}); give a folder that train.py wrote as drafter/, eagle3/ or ar/, or a published DFlash drafter")
+
+
+def drafter_folders(out):
+    """The drafters that train.py has left in a folder; DFlash's where there is none."""
+    return [Path(out) / kind.folder for kind in DRAFTERS.values() if (Path(out) / kind.folder).exists()] or [Path(out) / "drafter"]
 
 
 def load_drafters(folders, target):

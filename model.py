@@ -816,6 +816,21 @@ def stop_tokens(target, tokenizer):
     return {*(eos if isinstance(eos, list) else [eos]), *tokenizer.eos_ids} - {None}
 
 
+def table(rows):
+    """Report rows (dictionaries of the same keys) as text; the histograms are left out."""
+    form = lambda value: "-" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
+    rows = [{key: form(value) for key, value in row.items() if not isinstance(value, dict)} for row in rows]
+    lines = [[*rows[0]], *([*row.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in lines)
+
+
+def bars(counts):
+    """{n: count} as bars."""
+    shares = {n: count / sum(counts.values()) for n, count in counts.items()}
+    return "\n".join(f"  {n:3d} {'█' * round(60 * share)} {share:.1%}" for n, share in shares.items())
+
+
 def find_device(name=None):
     """The torch.device of that name; None: CUDA where there is one."""
     try:

@@ -648,7 +648,7 @@ def shapes(request, monkeypatch):
             original(self, *what)
             self.compile, self.look_every = True, 3
         monkeypatch.setattr(decode.Decoder, "__init__", fixed)
-        monkeypatch.setattr(decode, "compiled_step", lambda function: function)
+        monkeypatch.setattr(kernels, "compiled_step", lambda function: function)
 
 
 def decode_both_ways(target, drafter, prompts, n, way, monkeypatch, temperature, **how):
@@ -697,7 +697,7 @@ def test_compiled_steps_decode_what_eager_ones_do(monkeypatch):
     the steps are captured and made functional as ever, then run by PyTorch's own operators.)"""
     torch_compile = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, dynamic, options: torch_compile(function, dynamic=dynamic, backend="aot_eager"))
-    decode.compiled_step.cache_clear()
+    kernels.compiled_step.cache_clear()
     target, drafter = make_pair(vocab=5, mask=4, layers=2)                                        # so few tokens that random drafts are often kept
     graphs_of = torch._dynamo.utils.counters["stats"]
     for temperature, tree_budget in ((0.8, None), (0.0, 6)):
@@ -707,7 +707,7 @@ def test_compiled_steps_decode_what_eager_ones_do(monkeypatch):
             out, eager = (speculative(target, drafter, [[1, 2, 3], [0] * 9], most, compile=compile, **how) for compile in (True, False))
             assert out.tokens == eager.tokens and out.tau > 1 and out.acceptance_lengths == eager.acceptance_lengths
             assert graphs_of["unique_graphs"] == before + 2, "a draft and a verification, compiled once"
-    decode.compiled_step.cache_clear()
+    kernels.compiled_step.cache_clear()
     monkeypatch.setattr(decode, "has_compiler", lambda: False)
     with pytest.raises(UserError, match="compiler"):
         speculative(target, drafter, [[1]], 4, compile=True)
