@@ -692,6 +692,45 @@ def test_sampling_keeps_to_its_noise(trained, monkeypatch):
     assert autoregressive(target, [PROMPTS[1]], 20, temperature=1.5).tokens != autoregressive(target, [PROMPTS[1]], 20, temperature=1.5).tokens
 
 
+class AsksTheHost(torch.utils._python_dispatch.TorchDispatchMode):
+    """Notes each operator whose result, or whose result's shape, depends on the values of a tensor and has to be known by the host, and each tensor
+    made out of Python numbers: what a CUDA graph can't capture."""
+    FORBIDDEN = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero", "lift_fresh")
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if any(name in str(function) for name in self.FORBIDDEN):
+            self.found.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ("dflash", "eagle3", "ar"))
+@pytest.mark.parametrize("temperature, budget", ((0.0, None), (0.9, None), (0.0, 12), (0.9, 12)))
+def test_a_cycle_asks_nothing_of_the_host(kind, temperature, budget, trained, monkeypatch):
+    target, drafter = trained
+    if kind != "dflash":
+        drafter, budget = make_baseline(kind, target), None
+    sampling = decode.Sampling(temperature, top_p=0.9 if temperature else None)
+    decoder = next(decode.generate(target, drafter, PROMPTS, 20, sampling, tree_budget=budget, stop_ids=(3, 5)))
+    decoder.window = 8
+
+    def cycle():
+        with torch.inference_mode(), AsksTheHost() as mode:
+            decoder.drafts = decoder.draft()
+            decoder.verify(decoder.drafts.tokens.shape[1])
+            decoder.read()
+            decoder.verify(1)
+        return mode.found
+    assert cycle() == []
+    commit = decoder.commit
+    for fault in (lambda: bool(decoder.finished.all()), lambda: torch.tensor([1, 2]), lambda: decoder.finished.nonzero()):
+        monkeypatch.setattr(decoder, "commit", lambda *args: (fault(), commit(*args)))            # planted, it is found
+        assert cycle()
+
+
 def test_compiled_steps_decode_what_eager_ones_do(monkeypatch):
     """compile=True on the CPU; a call with another length takes the code of the first. (The C++ compiler's half minute is left out:
     the steps are captured and made functional as ever, then run by PyTorch's own operators.)"""

@@ -835,7 +835,7 @@ PRESETS = {
                 target_minutes=3.8, responses=3072, response_minutes=1.7, response_batch=512, response_tokens=192, prompt_tokens=64,
                 draft_layers=3, block_size=10, anchors=16, draft_batch=16, drafter_minutes=5.3,
                 temperatures=[0.0, 0.7, 0.0, 1.0], target_lr=[0.02, 1.2e-2], drafter_lr=[0.03, 4e-3], labels="soft"),
-    "gpu": dict(vocab_size=16384, layers=12, hidden_size=768, intermediate_size=2304, heads=12, kv_heads=4, sequence_length=1024, batch=16,
+    "gpu": dict(vocab_size=16384, layers=12, hidden_size=768, intermediate_size=2304, heads=12, kv_heads=3, sequence_length=1024, batch=16,
                 target_minutes=15.0, responses=32768, response_minutes=5.0, response_batch=256, response_tokens=448, prompt_tokens=64,
                 draft_layers=5, block_size=16, anchors=64, draft_batch=16, drafter_minutes=20.0,
                 temperatures=[0.0, 0.7, 1.0], target_lr=[0.02, 3e-3], drafter_lr=[0.02, 3e-3], labels="soft"),
