@@ -85,8 +85,8 @@ class Decoder:
         self.num_kept = zeros(capacity + LOOK_EVERY, batch)                      # what each cycle has kept of each row; a log
         self.num_cycles = zeros(1)
         self.auto = Auto(tree_budget or block_size) if auto else None
-        # Cycles between two looks; calls of a step that are slower than the others.
-        self.look_every, self.warm_up = (LOOK_EVERY, 2) if device.type == "cuda" else (1, 1)
+        # Cycles between two looks; first calls of a step, which are slower than the others.
+        self.look_every, self.warm_up = (LOOK_EVERY, 2) if device.type == "cuda" else (1, int(compile))
         self.graphs, self.calls = {}, Counter()
 
     # -- one cycle, on the device
@@ -124,7 +124,7 @@ class Decoder:
         order = torch.arange(n, device=self.device)
         slots = self.length[:, None] + order                                     # (B, n)
         if features is not None:
-            self.features.scatter_(1, slots[..., None].expand_as(features), features)
+            self.features[torch.arange(len(slots), device=self.device)[:, None], slots] = features
         self.text.scatter_(1, slots + 1, tokens)
         stops = (tokens[..., None] == self.stop_ids).any(-1) & (order < num_kept[:, None])
         first_stop = order.where(stops, n).amin(1)                               # (B,), n: none
@@ -183,7 +183,8 @@ class Decoder:
         self.text.scatter_(1, self.length[:, None], first)
         self.finished |= (first == self.stop_ids).any(1) | (self.length == self.last)
         self.watch, self.sizes, self.warm, self.history = Stopwatch(self.device), [], [], []
-        self.longest, self.unread = width, 1                                     # upper bounds: rows' length; what the drafter has not read
+        # The slowest row; upper bounds of the rows' length, and of what the drafter has not read.
+        self.slowest, self.longest, self.unread = 0, width, 1
 
     def cycle(self):
         """Draft, verify, accept, commit."""
@@ -194,7 +195,8 @@ class Decoder:
             self.window = self.block_size if self.compile else self.unread
             self.drafts, self.unread = self.step(self.draft), 0
             if auto and len(self.sizes) % self.look_every == 0:
-                auto.choose(self.drafts.probability[~self.finished].mean(0).tolist())
+                self.slowest = int((self.length - self.last).masked_fill(self.finished, 1).argmin())    # all wait for this row
+                auto.choose(self.drafts.probability[self.slowest].tolist())
             n = auto.size if auto else self.drafts.tokens.shape[1]
         elif self.drafter and self.compile and self.unread >= self.block_size:
             self.step(self.read)
@@ -230,7 +232,7 @@ class Decoder:
             self.history.append(kept)
             if self.auto:
                 ms = sum(self.watch.cycle(i)) if self.warm[i] else None
-                self.auto.update(self.sizes[i], ms, sum(kept) / max(1, sum(k > 0 for k in kept)))
+                self.auto.update(self.sizes[i], ms, max(1, kept[self.slowest]))
         if self.sizes:                                                           # of the last cycle: what it did, not what it could
             self.unread += max(1, *self.history[-1]) - min(self.sizes[-1], self.block_size)
         self.longest = int(self.length.max())
@@ -269,7 +271,7 @@ class Auto:
         """probability: of each draft, that it and all before it are right, by the drafter. Sizes are tried from the smallest up."""
         expected = list(itertools.accumulate(p ** self.power for p in probability))    # [n - 1]: tokens kept of n
         largest = max((n for n in self.sizes if self.ratios[n]), default=1)
-        most = min(4 * largest, len(expected))
+        most = min(2 * largest, len(expected))
         worth = {n: expected[n - 1] / self.cost(n) for n in self.sizes if n <= most}
         self.size = max(worth, key=worth.get)
         self.expected = expected[self.size - 1]
@@ -447,8 +449,7 @@ def median(values):
 
 def cycle_ms(target, drafter, prompt, **sizes):
     """Milliseconds of a cycle's draft and of its verification behind this prompt: medians over the cycles of 64 tokens."""
-    room = min(64, target.config.max_position_embeddings - len(prompt))
-    out = speculative(target, drafter, [prompt], room, **sizes)
+    out = speculative(target, drafter, [prompt], 64, **sizes)
     return {"draft_ms": median(out.draft_ms), "verify_ms": median(out.verify_ms)}
 
 
@@ -587,7 +588,7 @@ def main(argv=None):
     drafter = next(iter(drafters.values()), None)
     chain = args.show or drafter is not None and drafter.in_turn and not args.bench    # by default
     budget = (None if chain else TREE_BUDGET) if args.tree_budget is None else args.tree_budget or None
-    block_size = args.block_size or (None if args.show else "auto")
+    block_size = (None if args.show else "auto") if args.block_size is None else args.block_size
     how = dict(block_size=block_size, tree_budget=budget, seed=args.seed, compile=args.compile)
     if args.bench:
         temperatures = (0.0, 1.0) if args.temperature is None else (args.temperature,)

@@ -196,7 +196,7 @@ def last_positions(start, n):
 
 def rows_at(x, positions):
     """x (B, capacity, F) at positions (B, n) -> (B, n, F)"""
-    return x.gather(1, positions[..., None].expand(-1, -1, x.shape[2]))
+    return x[torch.arange(len(x), device=x.device)[:, None], positions]
 
 
 # ---- what the target gets to read: a chain of drafts, or a tree --------------------------------------------------------------------
