@@ -502,7 +502,7 @@ def exponential_noise(keys, index, vocab_size):
     keys: (B, 2) int32 from `stream_keys`; index: (B, n), of the tokens that are drawn. Returns (B, n, vocab_size) float32.
     """
     stream, more = keys[:, :1], keys[:, 1:]
-    key = scramble(scramble(stream + index.int()) ^ more)                        # (B, n)
+    key = scramble(stream + index.int()) ^ more                                  # (B, n)
     token = scramble(torch.arange(vocab_size, dtype=torch.int32, device=keys.device))
     bits = scramble(key[:, :, None] ^ token)                                     # (B, n, V)
     uniform = (bits & 0x7FFFFFFF).float().add_(0.5).mul_(-2.0**-31)              # in (-1, 0), finest near 0: the winner's is there

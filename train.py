@@ -265,7 +265,10 @@ class Run:
         self.device = args.device
         cuda = self.device.type == "cuda"
         if cuda and self.world > 1:
-            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+            local = int(os.environ.get("LOCAL_RANK", 0))
+            if local >= torch.cuda.device_count():
+                raise UserError(f"process {local} of torchrun has no GPU of its own: ask for at most {torch.cuda.device_count()} processes")
+            self.device = torch.device("cuda", local)
         if cuda:
             torch.cuda.set_device(self.device)
         if self.world > 1 and not dist.is_initialized():
@@ -575,7 +578,8 @@ def train_target(run, args, tokenizer, ids, heldout, upstream):
         return loss_of(rows.to(run.device)), torch.tensor(float(rows[:, 1:].numel()), device=run.device)
 
     @torch.no_grad()
-    @torch.compiler.set_stance("force_eager")                                    # not worth compiling once more without gradients
+    # On the CPU not worth compiling once more without gradients; on CUDA FlexAttention would keep all its scores.
+    @torch.compiler.set_stance("default" if run.device.type == "cuda" else "force_eager")
     def evaluate():
         """Nats a token on held-out text."""
         n = min(len(heldout) - 1, 64 * S) // S
@@ -597,7 +601,8 @@ def pretrained_target(run, args):
 
     Prompts come from --data: the first --prompt-tokens tokens of each document of a text, whole prompts or chats of a .jsonl. Some are held out.
     """
-    target = Transformer.from_pretrained(args.target, device=run.device, dtype=torch.bfloat16 if run.device.type == "cuda" else torch.float32)
+    dtype = torch.bfloat16 if run.device.type == "cuda" and run.bfloat16 else torch.float32    # never a mix: without autocast products need one
+    target = Transformer.from_pretrained(args.target, device=run.device, dtype=dtype)
     tokenizer = Tokenizer.from_pretrained(args.target)
     if not args.data:
         raise UserError("--target needs --data: text files or folders, or .jsonl files with a prompt or messages a line")
@@ -941,6 +946,8 @@ def stages(run, args):
     settings = {**settings, "prompts": args.prompts}
     if args.drafter == "dflash" and not finished(run, "benchmark", settings):
         if run.main:
+            if run.device.type == "cuda" and run.bfloat16:                       # as users would; float32 is decode.py's --dtype away
+                target, drafter = target.to(torch.bfloat16), drafter.to(torch.bfloat16)
             run_benchmark(run.out, target, {"dflash": drafter}, tokenizer, run.out / "heldout.jsonl", prompts=args.prompts,
                           prompt_tokens=args.prompt_tokens, max_new_tokens=min(192, args.response_tokens))
         finish(run, "benchmark", settings)
