@@ -186,15 +186,15 @@ class Decoder:
         # The slowest row; upper bounds of the rows' length, and of what the drafter has not read.
         self.slowest, self.longest, self.unread = 0, width, 1
 
-    def cycle(self):
-        """Draft, verify, accept, commit."""
+    def cycle(self, looking):
+        """Draft, verify, accept, commit. looking: may the host wait for the drafts, to choose how many are read?"""
         auto, n, self.is_warm = self.auto, 1, True
         self.look_as_far_as(self.longest + max(self.block_size, self.tree_budget or 0))
         self.watch.mark()
         if self.drafter and not (auto and auto.plain_cycles > 0):
             self.window = self.block_size if self.compile else self.unread
             self.drafts, self.unread = self.step(self.draft), 0
-            if auto and len(self.sizes) % self.look_every == 0:
+            if auto and looking:
                 self.slowest = int((self.length - self.last).masked_fill(self.finished, 1).argmin())    # all wait for this row
                 auto.choose(self.drafts.probability[self.slowest].tolist())
             n = auto.size if auto else self.drafts.tokens.shape[1]
@@ -223,14 +223,14 @@ class Decoder:
     def look_as_far_as(self, n):
         """How many slots of the caches the next passes look at: n, or all of them where shapes must not change."""
         for cache in self.caches:
-            cache.kv_len = self.text.shape[1] if self.compile else n
+            cache.kv_len = self.text.shape[1] if self.compile else min(n, self.text.shape[1])
 
     def look(self):
         """The host waits for the device, and learns what the cycles since the last look have kept. Returns whether all rows have ended."""
         for kept in self.num_kept[len(self.history):len(self.sizes)].tolist():
             i = len(self.history)
             self.history.append(kept)
-            if self.auto:
+            if self.auto and any(kept):                                          # not behind the end of all rows
                 ms = sum(self.watch.cycle(i)) if self.warm[i] else None
                 self.auto.update(self.sizes[i], ms, max(1, kept[self.slowest]))
         if self.sizes:                                                           # of the last cycle: what it did, not what it could
@@ -357,9 +357,9 @@ def generate(target, drafter, prompts, max_new_tokens, sampling, *, block_size=N
     check_prompts(target.config, prompts, max_new_tokens)
     if drafter is not None:
         drafter.check_sizes(block_size, tree_budget)
-    if drafter is None or block_size == 1:
+    block = 1 if not drafter else drafter.config.block_size if block_size in (None, "auto") else block_size
+    if block == 1:
         drafter, block_size, tree_budget = None, 1, None
-    block = drafter.config.block_size if block_size in (None, "auto") else block_size
     compile = target.device.type == "cuda" if compile is None else compile
     if compile and target.device.type == "cpu" and not has_compiler():
         raise UserError("no C++ compiler found, which compile needs on the CPU: install one, or leave it out")
@@ -376,8 +376,8 @@ def generate(target, drafter, prompts, max_new_tokens, sampling, *, block_size=N
             yield decoder
             if done:
                 break
-            for _ in range(look_every or decoder.look_every):
-                decoder.cycle()
+            for i in range(look_every or decoder.look_every):
+                decoder.cycle(looking=i == 0 or decoder.auto and decoder.auto.size is None)
     finally:
         idle[key] = decoder
         while sum(each.nbytes for each in idle.values()) > KEPT_BYTES:
@@ -528,8 +528,8 @@ def stream(steps, tokenizer, text, stop_ids, show):
             parts.append((GREY, decoder.drafts.tokens[0, accepted + 1:decoder.sizes[-1]].tolist()))
         print("" if printed else text, end="")
         for colour, tokens in parts:
-            piece = to_text.decode(tokenizer.decode_bytes([t for t in tokens if t not in stop_ids]))
-            piece = repr(piece)[1:-1] if colour == GREY else piece               # on one line
+            data = tokenizer.decode_bytes([t for t in tokens if t not in stop_ids])
+            piece = repr(data.decode("utf-8", "replace"))[1:-1] if colour == GREY else to_text.decode(data)
             print(f"{colour}{piece}{PLAIN}" if show and piece else piece, end="", flush=True)
         printed += len(new)
     print(to_text.decode(b"", final=True))

@@ -170,7 +170,7 @@ class DFlashDrafter(Drafter):
         features: (B, capacity, taps * C) by position, the target's of all positions before the anchor's
         start:    (B,) int64, the anchors' positions
         window:   how many positions before the anchor are read here; those before them are in the cache. (Where a row has read some of
-                  them before, that changes nothing, and nobody has to keep a record.)
+                  them before, that changes nothing, so that rows need no records.)
         cache:    the drafter's KVCache
         sample:   for drafters that draft one token after the other, see `Eagle3Drafter.draft`
         """

@@ -769,6 +769,15 @@ def test_plain_decoding_is_the_argmax_of_one_pass(trained):
     assert best[len(PROMPTS[1]) - 1:-1].tolist() == row
 
 
+def test_the_capacity_is_the_last_slot_looked_at(trained, monkeypatch):
+    """Shapes cut to the text, but looks as seldom as on CUDA: what rows may have come to in between is more than there is room for."""
+    target, drafter = trained
+    monkeypatch.setattr(decode.Decoder, "look_every", property(lambda self: 3, lambda self, value: None), raising=False)
+    prompts = [[i % 50 for i in range(48)], [3]]
+    for way in (dict(block_size=16), dict(block_size="auto", tree_budget=16)):                    # 48 + 192 + 16 are the capacity
+        assert speculative(target, drafter, prompts, 192, **way).tokens == autoregressive(target, prompts, 192).tokens
+
+
 @pytest.mark.parametrize("max_new_tokens", (1, 2, 3, 7, 11))
 def test_the_end_may_fall_inside_a_block(max_new_tokens, trained):
     target, drafter = trained
