@@ -9,7 +9,8 @@ behind each, and drafts are kept while they equal the target's draws. The first 
 cycle's anchor. Plain decoding is the same cycle without drafts: the anchor alone is read, and its successor is the bonus token.
 
 Target and drafter draw with the same noise (see `Sampling` in model.py), a function of seed, row and token index. So the text is the
-target's, token for token, at every temperature and with every way of drafting (Daliri, Musco, Suresh, arXiv:2408.07978).
+target's, token for token, at every temperature and with every way of drafting (Daliri, Musco, Suresh, arXiv:2408.07978); in bfloat16 two
+tokens that are equally likely to the last bit may come out either way.
 """
 import argparse
 import codecs
@@ -59,11 +60,11 @@ def accept_tree(drafts, draws):
 
 class Decoder:
     """Caches and state for a batch of B rows of up to `capacity` tokens, of fixed shapes and changed in place by `draft` and `verify`,
-    which ask nothing of the host. On the CPU these are called, on CUDA captured as graphs at their second call and replayed from then on,
-    also by later calls of the same shapes.
+    which ask nothing of the host. With compile (the default on CUDA) these become one piece each, a CUDA graph or compiled code, which
+    later calls of the same shapes use again; otherwise they are called as they are.
 
-    Each row advances at its own pace: its text is text[b, :length[b] + 1], and the last token of that, at position length[b], is the
-    anchor: drawn by the target, not yet read by it. A rollback is a length that grows by less than was read: what lies in the caches
+    Each row advances at its own pace: its text is text[b, :start[b] + 1], and the last token of that, at position start[b], is the
+    anchor: drawn by the target, not yet read by it. A rollback is a start that moves on by less than was read: what lies in the caches
     from there on is never seen, and the next cycle writes over it.
     """
 
@@ -78,11 +79,11 @@ class Decoder:
         zeros = functools.partial(torch.zeros, dtype=torch.int64, device=device)
         self.features = zeros(batch, capacity, len(self.taps) * target.config.hidden_size, dtype=target.dtype)
         self.text = zeros(batch, capacity)
-        self.prompt_length, self.length, self.last = zeros(3, batch)             # last: where length ends
+        self.prompt_length, self.start, self.last = zeros(3, batch)             # last: where start ends
         self.finished = zeros(batch, dtype=torch.bool)
         self.keys = zeros(batch, 2, dtype=torch.int32)                           # of the rows' noise
         self.stop_ids = torch.tensor(stop_ids, dtype=torch.int64, device=device)
-        self.num_kept = zeros(capacity + LOOK_EVERY, batch)                      # what each cycle has kept of each row; a log
+        self.kept_log = zeros(capacity + LOOK_EVERY, batch)                      # what each cycle has kept of each row; a log
         self.num_cycles = zeros(1)
         self.auto = Auto(tree_budget or block_size) if auto else None
         # Cycles between two looks; first calls of a step, which are slower than the others.
@@ -93,7 +94,7 @@ class Decoder:
 
     def draft(self):
         """The drafter's block behind each row's anchor, as a chain or a tree."""
-        logits = self.drafter.draft(self.target, self.text, self.features, self.length, self.window,
+        logits = self.drafter.draft(self.target, self.text, self.features, self.start, self.window,
                                     self.block_size, self.caches[1], self.guess)
         guesses = self.sampling.guesses(logits, self.noise(0, self.block_size - 1))    # (B, S, V)
         return propose(self.anchor(), guesses, self.tree_budget)
@@ -103,44 +104,44 @@ class Decoder:
         drafts = self.drafts.first(n) if n > 1 else Drafts(self.anchor(), None)
         order, noise = torch.arange(n, device=self.device), self.noise(0, min(n, self.block_size))
         if drafts.parent is None:
-            positions = self.length[:, None] + order
+            positions = self.start[:, None] + order
             hidden, features = self.target(drafts.tokens, positions, self.caches[0], self.taps)
             draws = self.sampling.draw(self.target.logits(hidden), noise)        # (B, n)
             num_kept = accept_chain(drafts, draws)
         else:
-            positions, tree = self.length[:, None] + drafts.depth, (self.length, drafts.ancestors)
+            positions, tree = self.start[:, None] + drafts.depth, (self.start, drafts.ancestors)
             hidden, features = self.target(drafts.tokens, positions, self.caches[0], self.taps, tree)
             noise = noise if noise is None else rows_at(noise, drafts.depth)     # by the index of the token behind a node
             draws = self.sampling.draw(self.target.logits(hidden), noise)        # (B, n)
             num_kept, path = accept_tree(drafts, draws)
-            self.caches[0].move(self.length[:, None] + path, self.length[:, None] + order)
+            self.caches[0].move(self.start[:, None] + path, self.start[:, None] + order)
             draws, features = draws.gather(1, path), rows_at(features, path)
         self.commit(draws, num_kept, features)
 
     def commit(self, tokens, num_kept, features):
-        """Appends each row's first num_kept (B,) of tokens (B, n): the kept drafts, and behind them the bonus token. length moves past what
+        """Appends each row's first num_kept (B,) of tokens (B, n): the kept drafts, and behind them the bonus token. start moves past what
         the target has read of them, and that is the rollback: the rest is never seen again."""
         n = tokens.shape[1]
         order = torch.arange(n, device=self.device)
-        slots = self.length[:, None] + order                                     # (B, n)
+        slots = self.start[:, None] + order                                     # (B, n)
         if features is not None:
             self.features[torch.arange(len(slots), device=self.device)[:, None], slots] = features
         self.text.scatter_(1, slots + 1, tokens)
         stops = (tokens[..., None] == self.stop_ids).any(-1) & (order < num_kept[:, None])
         first_stop = order.where(stops, n).amin(1)                               # (B,), n: none
         num_kept = torch.minimum(num_kept, first_stop + 1).masked_fill(self.finished, 0)    # nothing counts behind a stop
-        self.num_kept.index_copy_(0, self.num_cycles, num_kept[None])
+        self.kept_log.index_copy_(0, self.num_cycles, num_kept[None])
         self.num_cycles += 1
-        self.length.copy_(torch.minimum(self.length + num_kept, self.last))
-        self.finished |= (first_stop < n) | (self.length == self.last)
+        self.start.copy_(torch.minimum(self.start + num_kept, self.last))
+        self.finished |= (first_stop < n) | (self.start == self.last)
 
     def anchor(self):
-        return self.text.gather(1, self.length[:, None])                         # (B, 1)
+        return self.text.gather(1, self.start[:, None])                         # (B, 1)
 
     def noise(self, first, n):
         """(B, n, V), of the n tokens from the first one behind the anchor on; None at temperature 0."""
         if self.sampling.temperature > 0:
-            index = self.length - self.prompt_length + 1 + first                 # (B,)
+            index = self.start - self.prompt_length + 1 + first                 # (B,)
             index = index[:, None] + torch.arange(n, device=self.device)
             return exponential_noise(self.keys, index, self.target.config.vocab_size)
 
@@ -150,7 +151,7 @@ class Decoder:
 
     def read(self):
         """The drafter reads its last block of context, where plain cycles follow each other and `draft` can't read more than that."""
-        positions = last_positions(self.length, self.block_size)
+        positions = last_positions(self.start, self.block_size)
         self.drafter.read(self.target, self.text, self.features, positions, self.caches[1])
 
     # -- the host's part
@@ -161,41 +162,41 @@ class Decoder:
         lengths, width = [len(prompt) for prompt in prompts], max(map(len, prompts))
         self.text[:, :width] = torch.tensor([[*prompt] + [0] * (width - len(prompt)) for prompt in prompts])
         self.prompt_length.copy_(torch.tensor(lengths))
-        self.length.copy_(self.prompt_length - 1)
-        self.last.copy_(self.length + max_new_tokens)
+        self.start.copy_(self.prompt_length - 1)
+        self.last.copy_(self.start + max_new_tokens)
         self.keys.copy_(keys)
         self.finished.zero_()
         self.num_cycles.zero_()
         at_end = 0
         for begin in range(0, width, PREFILL):
             end = min(begin + PREFILL, width)
-            self.look_as_far_as(end)
+            self.set_kv_len(end)
             positions = torch.arange(begin, end, device=self.device).expand(len(prompts), -1)
             hidden, features = self.target(self.text[:, begin:end], positions, self.caches[0], self.taps)
             if self.taps:
                 self.features[:, begin:end] = features
             if self.drafter:
                 self.drafter.read(self.target, self.text, self.features, positions, self.caches[1])
-            is_last = (positions == self.length[:, None])[..., None]             # (B, end - begin, 1)
+            is_last = (positions == self.start[:, None])[..., None]             # (B, end - begin, 1)
             at_end = at_end + hidden.where(is_last, 0).sum(1, keepdim=True)      # (B, 1, C)
         first = self.sampling.draw(self.target.logits(at_end), self.noise(0, 1))    # (B, 1)
-        self.length += 1
-        self.text.scatter_(1, self.length[:, None], first)
-        self.finished |= (first == self.stop_ids).any(1) | (self.length == self.last)
+        self.start += 1
+        self.text.scatter_(1, self.start[:, None], first)
+        self.finished |= (first == self.stop_ids).any(1) | (self.start == self.last)
         self.watch, self.sizes, self.warm, self.history = Stopwatch(self.device), [], [], []
-        # The slowest row; upper bounds of the rows' length, and of what the drafter has not read.
+        # The slowest row; upper bounds of the rows' start, and of what the drafter has not read.
         self.slowest, self.longest, self.unread = 0, width, 1
 
     def cycle(self, looking):
         """Draft, verify, accept, commit. looking: may the host wait for the drafts, to choose how many are read?"""
         auto, n, self.is_warm = self.auto, 1, True
-        self.look_as_far_as(self.longest + max(self.block_size, self.tree_budget or 0))
+        self.set_kv_len(self.longest + max(self.block_size, self.tree_budget or 0))
         self.watch.mark()
         if self.drafter and not (auto and auto.plain_cycles > 0):
             self.window = self.block_size if self.compile else self.unread
             self.drafts, self.unread = self.step(self.draft), 0
             if auto and looking:
-                self.slowest = int((self.length - self.last).masked_fill(self.finished, 1).argmin())    # all wait for this row
+                self.slowest = int((self.start - self.last).masked_fill(self.finished, 1).argmin())    # all wait for this row
                 auto.choose(self.drafts.probability[self.slowest].tolist())
             n = auto.size if auto else self.drafts.tokens.shape[1]
         elif self.drafter and self.compile and self.unread >= self.block_size:
@@ -220,14 +221,14 @@ class Decoder:
             self.graphs[key] = as_one(function, *args)
         return self.graphs[key]()
 
-    def look_as_far_as(self, n):
+    def set_kv_len(self, n):
         """How many slots of the caches the next passes look at: n, or all of them where shapes must not change."""
         for cache in self.caches:
             cache.kv_len = self.text.shape[1] if self.compile else min(n, self.text.shape[1])
 
     def look(self):
         """The host waits for the device, and learns what the cycles since the last look have kept. Returns whether all rows have ended."""
-        for kept in self.num_kept[len(self.history):len(self.sizes)].tolist():
+        for kept in self.kept_log[len(self.history):len(self.sizes)].tolist():
             i = len(self.history)
             self.history.append(kept)
             if self.auto and any(kept):                                          # not behind the end of all rows
@@ -235,7 +236,7 @@ class Decoder:
                 self.auto.update(self.sizes[i], ms, max(1, kept[self.slowest]))
         if self.sizes:                                                           # of the last cycle: what it did, not what it could
             self.unread += max(1, *self.history[-1]) - min(self.sizes[-1], self.block_size)
-        self.longest = int(self.length.max())
+        self.longest = int(self.start.max())
         return bool(self.finished.all())
 
     @property
@@ -331,7 +332,7 @@ def speculative(target, drafter, prompts, max_new_tokens, *, block_size=None, tr
     for decoder in generate(target, drafter, prompts, max_new_tokens, sampling, block_size=block_size,
                             tree_budget=tree_budget, stop_ids=stop_ids, seed=seed, compile=compile):
         pass
-    ends = zip(decoder.text.tolist(), decoder.prompt_length.tolist(), decoder.length.tolist())
+    ends = zip(decoder.text.tolist(), decoder.prompt_length.tolist(), decoder.start.tolist())
     kept_by_row = zip(*decoder.history) if decoder.history else [()] * len(prompts)
     times = [decoder.watch.cycle(i) for i in range(len(decoder.sizes))]
     return Generation(tokens=[text[begin:anchor + 1] for text, begin, anchor in ends],
@@ -372,9 +373,9 @@ def generate(target, drafter, prompts, max_new_tokens, sampling, *, block_size=N
     try:
         decoder.prefill(prompts, max_new_tokens, stream_keys(seed, len(prompts)))
         while True:
-            done = decoder.look()
+            finished = decoder.look()
             yield decoder
-            if done:
+            if finished:
                 break
             for i in range(look_every or decoder.look_every):
                 decoder.cycle(looking=i == 0 or decoder.auto and decoder.auto.size is None)
@@ -521,7 +522,7 @@ def stream(steps, tokenizer, text, stop_ids, show):
     began, printed = time.perf_counter(), 0
     to_text = codecs.getincrementaldecoder("utf-8")("replace")                   # a character may be spread over two tokens
     for decoder in steps:
-        new = decoder.text[0, decoder.prompt_length + printed:decoder.length + 1].tolist()
+        new = decoder.text[0, decoder.prompt_length + printed:decoder.start + 1].tolist()
         accepted = decoder.history[-1][0] - 1 if decoder.history else 0
         parts = [(GREEN, new[:accepted]), (BLUE, new[accepted:])]
         if show and decoder.history and decoder.sizes[-1] > 1 and decoder.drafts.parent is None:

@@ -1389,7 +1389,7 @@ def test_the_gpu_preset_shrunk(gpu_preset):
 def test_compile_on_the_command_line(gpu_preset):
     """CUDA graphs, or on the CPU the C++ compiler's code, print what eager passes do."""
     text = (gpu_preset / "--compile").read_text()
-    assert text == (gpu_preset / "--no-compile").read_text() and text.startswith("the target") and len(text) > 60
+    assert text == (gpu_preset / "--no-compile").read_text() and text.startswith("the target") and len(text) > 12
     assert torch.cuda.is_available() or len([*gpu_preset.glob("compiled/**/*.main.so")]) >= 2, "a draft and a verification"
 
 
