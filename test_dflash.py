@@ -1440,7 +1440,7 @@ def test_a_drafter_for_a_pretrained_target(pretrained, data, tmp_path, capsys):
     drafter = json.loads((out / "drafter" / "config.json").read_text())
     vocab = json.loads((pretrained / "config.json").read_text())["vocab_size"]
     assert drafter["dflash_config"]["mask_token_id"] == vocab - 9 and not (out / "target").exists()  # the first padded row
-    held = {json.dumps(entry) for entry in model.read_lines(out / "heldout.jsonl")}
+    held = {json.dumps(entry) for entry in model.read_entries(out / "heldout.jsonl")}
     assert held and len(held) < 0.15 * len(lines)
     tokens = torch.cat([load_file(file)["tokens"] for file in (out / "responses").glob("*.safetensors")])
     assert drafter["dflash_config"]["mask_token_id"] < vocab and tokens.max() < vocab
