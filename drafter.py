@@ -23,7 +23,7 @@ from torch import nn
 
 from kernels import attention, causal, context_and_block, dflash_training, input_injection_training, make_mask
 from model import (DecoderLayer, ModelConfig, RMSNorm, Rope, Transformer, UserError, check, check_fields, empty,
-                   init_weights, load_weights, read_json, reading, save_model)
+                   init_weights, load_weights, read_json, save_model)
 
 
 def default_taps(num_target_layers, taps=5):
@@ -111,10 +111,7 @@ class Drafter(nn.Module):
     def from_pretrained(cls, path, target):
         """Opens a checkpoint (of DFlash also a published one) for this target, in the target's dtype and on its
         device. UserError says what doesn't fit."""
-        file = Path(path) / "config.json"
-        raw = read_json(file)
-        with reading(file):
-            config = cls.read_config(raw, target.config)
+        config = read_json(Path(path) / "config.json", lambda raw: cls.read_config(raw, target.config))
         drafter = empty(lambda: cls(config), target.device, target.dtype)
         load_weights(drafter, path)
         return drafter.eval()

@@ -231,7 +231,7 @@ class Transformer(nn.Module):
     def from_pretrained(cls, path, *, device="cpu", dtype=None):
         """Opens a Hugging Face directory: config.json and *.safetensors. dtype None keeps the files' own.
         UserError says what is wrong with it."""
-        config = ModelConfig.from_pretrained(path)
+        config = read_json(Path(path) / "config.json", ModelConfig.from_dict)
         model = empty(lambda: cls(config), device, dtype or stored_dtype(path))
         load_weights(model, path)
         return model.eval()
@@ -372,15 +372,16 @@ def absent_or(good):
     return lambda value: value is None or good(value)
 
 
+LLAMA3_FIELDS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 ROPE_FIELDS = {
     "rope_type": ("default", "llama3", "yarn"), "partial_rotary_factor": (None, 1),
     "truncate": (None, True, False), "finetuned": (None, True, False),
-    **dict.fromkeys(("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow",
-                     "attention_factor", "original_max_position_embeddings"), absent_or(is_positive))}
+    **dict.fromkeys((*LLAMA3_FIELDS, "rope_theta", "beta_fast", "beta_slow", "attention_factor"),
+                    absent_or(is_positive))}
 CONFIG_FIELDS = {
     "model_type": ("qwen3", "llama", "qwen2"),
-    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-                    is_count),
+    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+                     "num_attention_heads"), is_count),
     **dict.fromkeys(("num_key_value_heads", "head_dim", "max_position_embeddings"), absent_or(is_count)),
     **dict.fromkeys(("rope_theta", "rms_norm_eps"), absent_or(is_positive)),
     **dict.fromkeys(("rope_parameters", "rope_scaling"), absent_or(lambda value: type(value) is dict)),
@@ -421,16 +422,9 @@ class ModelConfig:
         left_out = {"num_key_value_heads": heads, "head_dim": head_dim, "tie_word_embeddings": False}
         raw = {**left_out, **{field: value for field, value in raw.items() if value is not None}}
         kv_heads = raw["num_key_value_heads"]
-        check(heads % kv_heads == 0, "num_attention_heads", heads, f"no multiple of num_key_value_heads = {kv_heads}")
+        check(heads % kv_heads == 0, "num_attention_heads", heads, f"no multiple of num_key_value_heads {kv_heads}")
         raw |= {"rope_theta": theta, "rope_scaling": scaling}
         return cls(**{field.name: raw[field.name] for field in fields(cls) if field.name in raw})
-
-    @classmethod
-    def from_pretrained(cls, path):
-        file = Path(path) / "config.json"
-        raw = read_json(file)
-        with reading(file):
-            return cls.from_dict(raw)
 
     def to_dict(self):
         """For a config.json that old and new transformers, vLLM and SGLang read."""
@@ -445,20 +439,16 @@ def read_rope(raw):
     stood apart, and people still add a rope_scaling by hand, which then counts."""
     asked, thetas = [], []
     for name in ("rope_scaling", "rope_parameters"):
-        rope = dict(raw.get(name) or {})
-        kind = rope.pop("type", None)                                # the older key
-        rope["rope_type"] = rope.get("rope_type") or kind or "default"
+        rope = {field: value for field, value in (raw.get(name) or {}).items() if value is not None}
+        rope = {"rope_type": rope.pop("type", "default"), **rope}    # "type": the older key
         for field in rope.keys() - ROPE_FIELDS.keys():
-            check(rope[field] is None, f"{name} field {field}", rope[field])
-        check_fields(rope, ROPE_FIELDS)
+            check(False, f"{name} field {field}", rope[field])
+        check_fields(rope, ROPE_FIELDS, f"{name} field ")
         thetas.append(rope.pop("rope_theta", None))
-        if rope["rope_type"] != "default":
-            asked.append(rope)
-    check(asked[1:] in ([], asked[:1]), "rope_scaling", raw.get("rope_scaling"), "rope_parameters ask for another")
-    for rope in asked[:1]:
-        needed = {"llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")}
-        for field in needed.get(rope["rope_type"], ()):
-            check(rope.get(field), f"rope_scaling {field}", rope.get(field), f"{rope['rope_type']} needs it")
+        asked += [rope] * (rope["rope_type"] != "default")
+    check(asked[1:] in ([], asked[:1]), "rope_scaling", asked, "rope_parameters ask for another one")
+    for field in LLAMA3_FIELDS if asked and asked[0]["rope_type"] == "llama3" else ():
+        check(field in asked[0], "rope_scaling", asked[0], f"lacks {field}")
     theta = next(filter(None, (*thetas, raw.get("rope_theta"))), ModelConfig.rope_theta)
     return theta, asked[0] if asked else None
 
@@ -493,7 +483,7 @@ def rope_frequencies(config):
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}    # safetensors' names
-BROKEN = (SafetensorError, ValueError, RecursionError, KeyError, TypeError, AttributeError, IndexError, regex.error)
+BROKEN = (SafetensorError, ValueError, LookupError, TypeError, AttributeError, RecursionError, regex.error)
 
 
 @contextmanager
@@ -516,13 +506,17 @@ def read_text(file):
         return Path(file).read_text(encoding="utf-8-sig")
 
 
-def read_json(file):
+def read_json(file, convert=dict):
+    """convert(a JSON file's object). UserError where there is no file, no object, or something that convert refuses."""
     text = read_text(file)
     with reading(file):
         value = json.loads(text)
-        if not isinstance(value, dict):
-            raise UserError("holds no JSON object")
-        return value
+        check(isinstance(value, dict), "content", value, "no JSON object")
+        return convert(value)
+
+
+def read_optional(file):
+    return read_json(file) if file.exists() else {}
 
 
 def atomic_write(path, write):
@@ -549,22 +543,20 @@ def stored_dtype(path):
 def load_weights(module, path):
     """Fills the module's parameters in place, a tensor at a time, from path/*.safetensors: one file, or shards with
     an index. UserError where a file is missing or damaged, or holds other parameters than the module's."""
-    index = Path(path) / "model.safetensors.index.json"
-    names = set(read_json(index).get("weight_map", {}).values()) if index.exists() else {"model.safetensors"}
+    index = read_optional(Path(path) / "model.safetensors.index.json")
     missing = dict(module.named_parameters())
-    for file in (Path(path) / name for name in sorted(names)):
-        with reading(file), safe_open(file, framework="pt") as tensors:
+    for name in sorted({*index.get("weight_map", {"": "model.safetensors"}).values()}):
+        with reading(file := Path(path) / name), safe_open(file, framework="pt") as tensors:
             for key in tensors.keys():
                 # Tied heads, and tables that are computed here, are at times stored too.
                 if key not in missing and (key == "lm_head.weight" or "rotary_emb" in key):
                     continue
-                check(key in missing, "parameter", key, "no place in this model; is config.json of these weights?")
-                shape, parameter = tensors.get_slice(key).get_shape(), missing.pop(key)
-                expected = list(parameter.shape)
+                check(key in missing, "parameter", key, "has no place in the model that config.json describes")
+                stored, parameter = tensors.get_tensor(key), missing.pop(key).data
+                shape, expected = list(stored.shape), list(parameter.shape)
                 check(shape == expected, f"shape of {key}", shape, f"config.json asks for {expected}")
-                parameter.data.copy_(tensors.get_tensor(key))
-    if missing:
-        raise UserError(f"{path}: parameter {min(missing)} is missing; copy the checkpoint again")
+                parameter.copy_(stored)
+    check(not missing, f"{path}: parameter", min(missing, default=None), "missing; copy the checkpoint again")
 
 
 def save_model(module, path, config):
@@ -652,39 +644,36 @@ class Tokenizer:
 
     def __init__(self, data, config=None):
         """data: tokenizer.json as a dict; config: tokenizer_config.json. UserError if unsupported."""
-        self.data, self.config, self.chat_template, self.chat_options = data, dict(config or {}), None, {}
+        self.data, self.config, self.chat_options = data, dict(config or {}), {}
         model, vocab, added = data["model"], data["model"]["vocab"], data.get("added_tokens") or []
         check_fields(model, MODEL_FIELDS, "model.")
-        norm, decoder = data.get("normalizer"), data.get("decoder") or {"type": "ByteLevel"}
-        kinds = [n["type"] for n in norm.get("normalizers", [norm])] if norm else []
+        check_fields(data.get("decoder") or {"type": "ByteLevel"}, {"type": ("ByteLevel",)}, "decoder ")
+        normalizer = data.get("normalizer")
+        kinds = [n["type"] for n in normalizer.get("normalizers", [normalizer])] if normalizer else []
         check({*kinds} <= {"NFC"}, "normalizer type", kinds)
-        check_fields(decoder, {"type": ("ByteLevel",)}, "decoder ")
-        self.nfc = bool(kinds)
-        raw, normalized = {}, {}                                     # added tokens, by the text they are looked for in
+        self.normalize = functools.partial(normalize, "NFC") if kinds else str
+        raw, normalized, ids = {}, {}, dict(vocab)                   # added tokens, by where they are looked for
         for token in added:
-            text, i = token["content"], token["id"]
+            text, ids[text] = token["content"], token["id"]
             check_fields(token, ADDED_FIELDS, f"added_tokens {text} ")
-            check(vocab.get(text, i) == i, f"added_tokens {text} id", i, "model.vocab has another id")
+            check(vocab.get(text, ids[text]) == ids[text], f"id of {text}", ids[text], "another in model.vocab")
             if token.get("normalized"):
-                normalized[self.normalize(text)] = i
+                normalized[self.normalize(text)] = ids[text]
             else:
-                raw[text] = i
+                raw[text] = ids[text]
         self.raw_tokens, self.normalized_tokens = AddedTokens(raw), AddedTokens(normalized)
         self.special_ids = {token["content"]: token["id"] for token in added if token.get("special")}
-        added_ids = {token["content"]: token["id"] for token in added}
-        ids = vocab | added_ids
         self.vocab_size = max(ids.values()) + 1
         self.bytes_of = {i: token_bytes(token) for token, i in vocab.items()}
-        self.bytes_of |= {i: token.encode() for token, i in added_ids.items()}
+        self.bytes_of |= {token["id"]: token["content"].encode() for token in added}
 
         # tiktoken merges by the tokens' ranks, their places in the order of merging, which need not be their ids.
-        order = merge_order(model, added_ids)
+        order = merge_order(model, {token["content"] for token in added})
         self.id_of_rank = [vocab[token] for token in order]
         self.tokenless = bytes(b for char, b in CHAR_BYTE.items() if char not in vocab)
         self.patterns = [regex.compile(pattern) for pattern in split_patterns(data.get("pre_tokenizer"))]
         ranks = {token_bytes(token): rank for rank, token in enumerate(order)}
-        # The pattern is not used: words are cut here.
-        self.encoding = tiktoken.Encoding("bpe", pat_str=".", mergeable_ranks=ranks, special_tokens={})
+        self.encoding = tiktoken.Encoding("bpe", pat_str="", mergeable_ranks=ranks, special_tokens={})
         self.encode_word = functools.lru_cache(2**16)(self.encode_word)
 
         eos = token_text(self.config.get("eos_token"))
@@ -695,27 +684,22 @@ class Tokenizer:
         for p in post.get("processors", [post]):
             if p.get("type") == "TemplateProcessing" and "SpecialToken" in p["single"][0]:
                 self.bos_id = p["special_tokens"][p["single"][0]["SpecialToken"]["id"]]["ids"][0]
+        self.chat_template = self.config.get("chat_template")
+        if isinstance(self.chat_template, list):                     # several, by name
+            self.chat_template = {t["name"]: t["template"] for t in self.chat_template}.get("default")
 
     @classmethod
     def from_pretrained(cls, path):
         """Reads path/tokenizer.json, and end-of-text tokens and chat template from the files beside it.
         UserError if there is no tokenizer.json, or it is broken or unsupported."""
         path = Path(path)
-        names = ("tokenizer_config.json", "generation_config.json", "config.json")
-        beside = {name: read_json(path / name) if (path / name).exists() else {} for name in names}
-        data, template = read_json(path / "tokenizer.json"), path / "chat_template.jinja"
-        with reading(path / "tokenizer.json"):
-            self = cls(data, beside["tokenizer_config.json"])
-            self.chat_template = self.config.get("chat_template")
-            if isinstance(self.chat_template, list):                 # several, by name
-                named = {entry["name"]: entry["template"] for entry in self.chat_template}
-                self.chat_template = named.get("default")
-        if template.exists():
-            self.chat_template = read_text(template)
-        for name in names[1:]:
-            eos = beside[name].get("eos_token_id")
-            eos = eos if isinstance(eos, list) else [] if eos is None else [eos]    # chat models list several
-            check(all(type(i) is int for i in eos), f"{path / name}: eos_token_id", eos)
+        config = read_optional(path / "tokenizer_config.json")
+        self = read_json(path / "tokenizer.json", lambda data: cls(data, config))
+        if (path / "chat_template.jinja").exists():
+            self.chat_template = read_text(path / "chat_template.jinja")
+        for file in (path / "generation_config.json", path / "config.json"):
+            eos = as_list(read_optional(file).get("eos_token_id"))   # chat models list several
+            check(all(type(i) is int for i in eos), f"{file}: eos_token_id", eos)
             self.eos_ids |= {*eos}
             self.eos_id = eos[0] if self.eos_id is None and eos else self.eos_id
         return self
@@ -729,27 +713,26 @@ class Tokenizer:
         pairs = [["".join(BYTE_CHAR[b] for b in part) for part in pair] for pair in merges]
         tokens = [BYTE_CHAR[b] for b in range(256)] + ["".join(pair) for pair in pairs]
         vocab = {token: i for i, token in enumerate(tokens)}
-        byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+        flags = dict(add_prefix_space=False, trim_offsets=False, use_regex=False)
+        byte_level = {"type": "ByteLevel", **flags}
         split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
         flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
         added = [{"id": len(vocab) + i, "content": token, **flags} for i, token in enumerate(specials)]
-        data = {"version": "1.0", "truncation": None, "padding": None, "normalizer": None, "added_tokens": added,
-                "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
-                "post_processor": None, "decoder": byte_level,
-                "model": {"type": "BPE", "byte_fallback": False, "vocab": vocab, "merges": pairs}}
+        data = {"version": "1.0", "truncation": None, "padding": None, "normalizer": None, "post_processor": None,
+                "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]}, "decoder": byte_level,
+                "model": {"type": "BPE", "byte_fallback": False, "vocab": vocab, "merges": pairs},
+                "added_tokens": added}
         return cls(data, {"eos_token": specials[0]} if specials else {})
 
     def save_pretrained(self, path):
         """Writes tokenizer.json and tokenizer_config.json; transformers.AutoTokenizer opens them."""
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False} | self.config
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        config |= self.config
         if config.get("eos_token") is None and self.eos_id in self.bytes_of:
             config["eos_token"] = self.decode([self.eos_id])
         Path(path).mkdir(parents=True, exist_ok=True)
         write_json(Path(path) / "tokenizer.json", self.data)
         write_json(Path(path) / "tokenizer_config.json", config)
-
-    def normalize(self, text):
-        return normalize("NFC", text) if self.nfc else text
 
     def encode(self, text, special=False):
         """str -> list of ids. Special tokens written in the text count as such only if special=True."""
@@ -788,10 +771,9 @@ class Tokenizer:
         template refuses."""
         if self.chat_template is None:
             raise UserError("the target has no chat template; give prompts as text")
-        question = messages
+        question = [*messages]
         while question and question[-1].get("role") == "assistant":
-            question = question[:-1]
-        if len(question) < len(messages):
+            question.pop()
             say_once("chats that end in the assistant's answer: the answer is left out, and written anew")
         check(question, "messages", messages, "nothing to answer")
         named = {key: token_text(value) for key, value in self.config.items() if key.endswith("_token")}
@@ -814,6 +796,10 @@ def token_text(token):
     return token["content"] if isinstance(token, dict) else token
 
 
+def as_list(value):
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
 def merge_order(model, added):
     """All tokens of model.vocab that merging makes, in its order: bytes, then merges. UserError where tiktoken, which
     knows tokens instead of merges, would make others."""
@@ -827,7 +813,8 @@ def merge_order(model, added):
         made["".join(pair)] = None
     whole = []
     if model.get("ignore_merges"):                                   # a word that is a token counts, made or not
-        whole = [token for token in vocab.keys() - made.keys() - {*single} - {*added} if CHAR_BYTE.keys() >= {*token}]
+        whole = vocab.keys() - made.keys() - {*single} - added
+        whole = [token for token in whole if CHAR_BYTE.keys() >= {*token}]
     for token in whole:
         merges = any(token[:i] in vocab and token[i:] in vocab for i in range(1, len(token)))
         check(not merges, "model.vocab", token, "model.merges does not make it, but tiktoken would")
@@ -869,24 +856,20 @@ KINDS = {"messages": list, "prompt": str, "text": str, "domain": str}
 
 def read_entries(file):
     """The entries of a .jsonl or .json file: one a line, or a JSON array. Null columns are dropped.
-    UserError names the line of what is no entry."""
-    text = read_text(file)
-    if text.lstrip().startswith("["):
-        with reading(file):
-            rows = [(f"{file}[{i}]", row) for i, row in enumerate(json.loads(text))]
-    else:
-        rows = [(f"{file}:{i}", line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
-    entries = []
-    for where, row in rows:
-        with reading(where):
+    UserError names the line (of an array the place in it) of what is no entry."""
+    text, entries = read_text(file), []
+    with reading(file):
+        rows = json.loads(text) if text.lstrip().startswith("[") else text.split("\n")
+    for i, row in enumerate(rows, 1):
+        if isinstance(row, str) and not row.strip():
+            continue
+        with reading(f"{file}:{i}"):
             row = json.loads(row) if isinstance(row, str) else row
             entry = Entry((key, value) for key, value in row.items() if value is not None)
-            entry.where = where
-            if not entry.keys() & {"messages", "prompt", "text"}:
-                raise UserError("no messages, prompt or text")
+            check(entry.keys() & {"messages", "prompt", "text"}, "columns", [*row], "no messages, prompt or text")
             for key in entry.keys() & KINDS.keys():
-                check(isinstance(entry[key], KINDS[key]), key, entry[key], "no valid value")
-            check(all(isinstance(turn, dict) for turn in entry.get("messages", ())), "messages", entry.get("messages"))
+                check(isinstance(entry[key], KINDS[key]), key, entry[key], f"no {KINDS[key].__name__}")
+        entry.where = f"{file}:{i}"
         entries.append(entry)
     return entries
 
@@ -932,39 +915,33 @@ def read_prompts(file, tokenizer, prompt_tokens, per_domain, *, rendered=False, 
         for entry in read_entries(file):
             if "text" not in entry or len(tokenizer.encode(entry["text"])) >= prompt_tokens:
                 by_domain.setdefault(entry.get("domain", domain), []).append(entry)
-        prompts = {domain: encode_entries(entries, tokenizer, prompt_tokens, rendered=rendered, skip_bad=skip_bad)
-                   for domain, entries in by_domain.items()}
+        encode = functools.partial(encode_entries, tokenizer=tokenizer, prompt_tokens=prompt_tokens,
+                                   rendered=rendered, skip_bad=skip_bad)
+        prompts = {domain: encode(entries) for domain, entries in by_domain.items()}
     else:
         ids = tokenizer.encode(read_text(file))
         step = max(prompt_tokens, len(ids) // per_domain)
         starts = range(0, len(ids) - prompt_tokens + 1, step)
         prompts = {domain: [ids[i:i + prompt_tokens] for i in starts]}
-    prompts = {domain: rows[:per_domain] for domain, rows in prompts.items() if rows}
-    if not prompts:
-        raise UserError(f"{file}: no text of at least {prompt_tokens} tokens; ask for a shorter --prompt-tokens")
-    return prompts
+    check(any(prompts.values()), "--prompt-tokens", prompt_tokens, f"no text in {file} has so many tokens")
+    return {domain: rows[:per_domain] for domain, rows in prompts.items() if rows}
 
 
 def check_prompts(config, prompts, max_new_tokens):
     """Refuses, before any work, prompts (rows of ids) that a model cannot go on with for so long."""
-    most = config.max_position_embeddings
+    most, vocab_size = config.max_position_embeddings, config.vocab_size
     check(max_new_tokens >= 1, "max_new_tokens", max_new_tokens, "out of range")
-    if not len(prompts):
-        raise UserError("no prompts; give at least one")
+    check(len(prompts), "number of prompts", 0, "no prompts; give at least one")
     for i, prompt in enumerate(prompts):
-        if not len(prompt):
-            raise UserError(f"prompt {i} is empty; give at least one token")
-        if not all(0 <= token < config.vocab_size for token in prompt):
-            raise UserError(f"prompt {i} holds a token id outside the target's vocabulary of {config.vocab_size}; "
-                            "was it encoded by another tokenizer?")
-        if len(prompt) + max_new_tokens > most:
-            raise UserError(f"prompt {i} has {len(prompt)} tokens, with {max_new_tokens} new ones more than the "
-                            f"target's max_position_embeddings of {most}; shorten it or ask for fewer")
+        check(len(prompt), f"length of prompt {i}", 0, "empty; give at least one token")
+        wrong = [token for token in prompt if not 0 <= token < vocab_size]
+        check(not wrong, f"token ids in prompt {i}", wrong, f"outside the target's vocabulary of {vocab_size}")
+        check(len(prompt) + max_new_tokens <= most, f"length of prompt {i}", len(prompt),
+              f"with {max_new_tokens} new tokens more than the target's max_position_embeddings of {most}")
 
 
 def stop_tokens(target, tokenizer):
-    eos = target.config.eos_token_id
-    return {*(eos if isinstance(eos, list) else [eos]), *tokenizer.eos_ids} - {None}
+    return {*as_list(target.config.eos_token_id), *tokenizer.eos_ids}
 
 
 # ---- what the command lines share --------------------------------------------------------------------------
@@ -984,12 +961,10 @@ def parse_options(pairs):
 
 def recommended_sampling(path):
     """The top_k and top_p, those that cut something, that a checkpoint's generation_config.json recommends."""
-    file = Path(path) / "generation_config.json"
-    raw = read_json(file) if file.exists() else {}
+    raw = read_optional(Path(path) / "generation_config.json")
     top_k, top_p = raw.get("top_k") or 0, raw.get("top_p") or 1
-    if raw.get("do_sample") is False:
-        return {}
-    return ({"top_k": top_k} if top_k > 0 else {}) | ({"top_p": top_p} if top_p < 1 else {})
+    found = ({"top_k": top_k} if top_k > 0 else {}) | ({"top_p": top_p} if top_p < 1 else {})
+    return {} if raw.get("do_sample") is False else found
 
 
 def choose_sampling(path, temperatures, top_k=None, top_p=None):
@@ -1026,25 +1001,18 @@ def bars(counts):
 
 def find_device(name=None):
     """The torch.device of that name; None: CUDA where there is one."""
-    try:
-        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-        count = {"cpu": 1, "cuda": torch.cuda.device_count()}.get(device.type, 0)
-        usable = (device.index or 0) < count
-    except RuntimeError:
-        usable = False
-    if not usable:
-        raise UserError(f"--device {name}: not found here; cpu, or cuda where PyTorch sees one")
-    return device
+    cuda = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    there = ["cuda", *cuda, "cpu"] if cuda else ["cpu"]
+    check(name in (None, *there), "--device", name, f"not found here; there is {', '.join(there)}")
+    return torch.device(name or there[0])
 
 
 def device_name(device):
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    try:
-        model = regex.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1]
-    except (OSError, TypeError):
-        model = platform.processor() or platform.machine()
-    return f"{model}, {torch.get_num_threads()} threads"
+    cpuinfo = Path("/proc/cpuinfo")
+    model = regex.search("model name.*: (.*)", cpuinfo.read_text() if cpuinfo.exists() else "")
+    return f"{model[1] if model else platform.machine()}, {torch.get_num_threads()} threads"
 
 
 def run_command(main):

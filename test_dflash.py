@@ -1473,7 +1473,7 @@ def test_entries_of_every_kind_of_file(tmp_path):
         (tmp_path / name).write_bytes(text.encode())
         entries = read_entries(tmp_path / name)
         assert entries == clean
-        assert entries[2].where == f"{tmp_path / name}" + {"a": ":3", "b": ":5", "c": "[2]", "d": ":3"}[name[0]]
+        assert entries[2].where == f"{tmp_path / name}" + {"a": ":3", "b": ":5", "c": ":3", "d": ":3"}[name[0]]
     for line in ("{", "5", "{}", '{"messages": null}', '{"messages": "hi"}', '{"messages": [5]}', '{"prompt": 5}', '{"prompt": "x", "domain": 1}'):
         (tmp_path / "a.jsonl").write_text(f"{lines[0]}\n{line}\n")
         fails(lambda: read_entries(tmp_path / "a.jsonl"), "a.jsonl:2: ")
