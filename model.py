@@ -1,11 +1,13 @@
-"""The target: a Qwen3/Llama-style Transformer with its KV cache, and how a token is drawn from its logits. Below that
-its files on disk, the tokenizer, and what the command lines share.
+"""The target: a Qwen3/Llama-style Transformer with its KV cache, and how a token is drawn from its logits.
+Below that its files on disk, the tokenizer, and what the command lines share.
 
-Parameters are named as in Hugging Face checkpoints, so a checkpoint is read by name alone: model.embed_tokens,
-model.layers.N.{input_layernorm, self_attn.{q,k,v,o}_proj, self_attn.{q,k}_norm, ...}, model.norm, lm_head.
-What DFlash needs beyond an ordinary decoder are the taps: `forward` also returns the residual stream after chosen layers.
+Parameters are named as in Hugging Face checkpoints, so a checkpoint is read by name alone: model.norm,
+model.embed_tokens, model.layers.N.{input_layernorm, self_attn.{q,k,v,o}_proj, ...}, lm_head.
+What DFlash needs beyond an ordinary decoder are the taps: `forward` also returns the residual stream after
+chosen layers.
 
-Shapes: B rows, Q new tokens a row, C = hidden_size, H heads and K key-value heads of D = head_dim, V = vocab_size.
+Shapes: B rows, Q new tokens a row, C = hidden_size, H heads and K key-value heads of D = head_dim,
+V = vocab_size.
 """
 import functools
 import json
@@ -33,18 +35,19 @@ from torch import nn
 from kernels import attention, causal, make_mask, tree as tree_mask
 
 
-# ---- the Transformer ---------------------------------------------------------------------------------------------
+# ---- the Transformer ---------------------------------------------------------------------------------------
 
 class KVCache:
-    """Preallocated keys and values of all layers. A rollback moves a length that the caller holds, it copies nothing:
-    slots at or past a row's length are never seen (see the masks in kernels.py), and the next pass writes over them.
+    """Preallocated keys and values of all layers. A rollback moves a length that the caller holds, it copies
+    nothing: slots at or past a row's length are never seen (see the masks in kernels.py), and the next pass
+    writes over them.
 
-    kv_len: the number of slots that a pass looks at, from the first one on; at least one past every slot it writes.
+    kv_len: the number of slots that a pass looks at, from the first on; it is past every slot that it writes.
     """
 
     def __init__(self, config, batch, length, device, dtype):
         L, K, D = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
-        # Keys and values of layer 0, of layer 1, ...; each twice in `layers`, the same memory to write and to read.
+        # Keys and values of layer 0, of layer 1, ...; in `layers` as a pair of views, to write and to read.
         self.data = torch.zeros(2 * L, batch * K * length, D, device=device, dtype=dtype)
         self.layers = [(self.data[i], self.data[i].view(batch, K, length, D)) for i in range(2 * L)]
         self.first = torch.arange(batch * K, device=device).view(batch, K, 1) * length
@@ -59,7 +62,7 @@ class KVCache:
         self.writing = self.places(slots)
 
     def update(self, layer, k, v):
-        """Writes k, v (B, N, K, D) of a layer; returns that layer's keys and values, (B, K, kv_len, D) each."""
+        """Writes k, v (B, N, K, D) of a layer -> that layer's keys and values, (B, K, kv_len, D) each"""
         seen = []
         for (flat, rows), new in zip(self.layers[2 * layer:2 * layer + 2], (k, v)):
             flat.index_copy_(0, self.writing, new.transpose(1, 2).reshape(-1, new.shape[-1]))
@@ -79,7 +82,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x):
         if x.dtype == torch.float32 and x.device.type == "cpu" and not torch.is_grad_enabled():
-            norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)    # saves 5% of a token against F.rms_norm
+            norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)    # 5% of a token against F.rms_norm
             scale = torch.addcmul(self.epsilon, norm, norm, value=1 / x.shape[-1]).rsqrt_()
             return (x * scale).mul_(self.weight)
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
@@ -102,14 +105,14 @@ class Rope:
 
 
 def apply_rotary_emb(x, cos, sin):
-    """x (B, N, heads, D) -> x * cos + rotate_half(x) * sin. Rolling by D/2 is rotate_half but for the sign, which sin
-    has."""
+    """x (B, N, heads, D) -> x * cos + rotate_half(x) * sin. Rolling by D/2 is rotate_half but for the sign,
+    which sin has."""
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
 class Attention(nn.Module):
-    """Grouped-query attention. The target uses it as plain self-attention; the drafter hands it a `context` of fused
-    target features that joins the keys and values only: DFlash's KV injection."""
+    """Grouped-query attention. The target uses it as plain self-attention; the drafter hands it a `context`
+    of fused target features that joins the keys and values only: DFlash's KV injection."""
 
     def __init__(self, config, layer):
         super().__init__()
@@ -135,7 +138,7 @@ class Attention(nn.Module):
         v = self.v_proj(source).unflatten(-1, (-1, self.head_dim))
         q = apply_rotary_emb(self.q_norm(q), cos[:, first:], sin[:, first:])
         k = apply_rotary_emb(self.k_norm(k), cos, sin)
-        return q.to(v.dtype), k.to(v.dtype), v                       # under autocast norms and angles are float32
+        return q.to(v.dtype), k.to(v.dtype), v                   # under autocast norms and angles are float32
 
     def forward(self, x, rope, mask, cache=None, context=None):
         source = x if context is None else torch.cat((context, x), 1)    # (B, N, C), N = Q or context + Q
@@ -202,13 +205,14 @@ class Transformer(nn.Module):
 
         ids:       (B, Q) token ids
         positions: (B, Q) int64, their places in the text; None: 0 .. Q - 1
-        cache:     KVCache to extend, in which a token's slot is its position, and to read; None: the tokens see only
-                   each other
-        taps:      layer ids i (0-based): the residual stream AFTER layer i, Hugging Face's hidden_states[i + 1]
-        tree:      (start (B,), ancestors (B, Q, Q) bool): the tokens are a tree of drafts, in slots start, start + 1,
-                   ... of the cache, and see as `kernels.tree` says
-        Returns (hidden, features): (B, Q, C) after the final norm, for `logits`; (B, Q, len(taps) * C), or None
-        without taps.
+        cache:     KVCache to extend, in which a token's slot is its position, and to read; None: the tokens
+                   see only each other
+        taps:      layer ids i (0-based): the residual stream AFTER layer i, Hugging Face's
+                   hidden_states[i + 1]
+        tree:      (start (B,), ancestors (B, Q, Q) bool): the tokens are a tree of drafts, in slots start,
+                   start + 1, ... of the cache, and see as `kernels.tree` says
+        Returns (hidden, features): (B, Q, C) after the final norm, for `logits`; (B, Q, len(taps) * C), or
+        None without taps.
         """
         B, Q = ids.shape
         order = torch.arange(Q, device=ids.device)
@@ -242,8 +246,8 @@ class Transformer(nn.Module):
 
 
 def init_weights(module, generator):
-    """Linear layers: normal, deviation 1/sqrt(fan-in); norms: one. Projections that write to the residual stream
-    start at zero, so that every layer begins as the identity (as in muP and modded-nanogpt)."""
+    """Linear layers: normal, deviation 1/sqrt(fan-in); norms: one. Projections that write to the residual
+    stream start at zero, so that every layer begins as the identity (as in muP and modded-nanogpt)."""
     for name, parameter in module.named_parameters():
         if name.endswith(("o_proj.weight", "down_proj.weight", "bias")):
             nn.init.zeros_(parameter)
@@ -253,12 +257,12 @@ def init_weights(module, generator):
             nn.init.ones_(parameter)
 
 
-# ---- from logits to a token --------------------------------------------------------------------------------------
+# ---- from logits to a token --------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is drawn: from softmax(logits / temperature) after top-k, then top-p; at temperature 0 it is the
-    likeliest. UserError for a value out of range."""
+    """How a token is drawn: from softmax(logits / temperature) after top-k, then top-p; at temperature 0 it
+    is the likeliest. UserError for a value out of range."""
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float | None = None
@@ -271,14 +275,15 @@ class Sampling:
     def draw(self, logits, noise):
         """logits (..., V), noise (..., V) from `exponential_noise`, None at temperature 0 -> token ids (...).
 
-        Of independent clocks that ring at rates p the first to ring is token x with probability p(x), and noise / p
-        are such times. (In logarithms: the largest of logits / temperature + Gumbel noise.)
+        Of independent clocks that ring at rates p the first to ring is token x with probability p(x), and
+        noise / p are such times. (In logarithms: the largest of logits / temperature + Gumbel noise.)
         """
         return (logits if self.temperature == 0 else self.probabilities(logits) / noise).argmax(-1)
 
     def guesses(self, logits, noise):
-        """A drafter's logits -> probabilities (..., V) of what the target will draw with this noise. (Squared ones at
-        temperature 0: greedy text is easier to guess than the sampled text that the drafter's probabilities are of.)
+        """A drafter's logits -> probabilities (..., V) of what the target will draw with this noise. (Squared
+        ones at temperature 0: greedy text is easier to guess than the sampled text that the drafter's
+        probabilities are of.)
         """
         if self.temperature == 0:
             return (2 * logits.float()).softmax(-1)
@@ -286,8 +291,8 @@ class Sampling:
         return early / early.sum(-1, keepdim=True)
 
     def probabilities(self, logits):
-        """logits (..., V) -> probabilities (..., V) in float32 after temperature (> 0), then top-k, then top-p (the
-        smallest set of likeliest tokens that reaches top_p)."""
+        """logits (..., V) -> probabilities (..., V) in float32 after temperature (> 0), then top-k, then
+        top-p (the smallest set of likeliest tokens that reaches top_p)."""
         logits = logits.float() / max(self.temperature, 1e-6)
         if self.top_k is not None and self.top_k < logits.shape[-1]:
             least = logits.topk(self.top_k, dim=-1).values[..., -1:]
@@ -302,17 +307,17 @@ class Sampling:
 
 
 def scramble(x):
-    """A bijection of the 32-bit integers whose output looks random (lowbias32, Chris Wellons 2018). Works in place."""
+    """A bijection of the 32-bit integers that looks random (lowbias32, C. Wellons 2018). Works in place."""
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32)):
-        x ^= (x >> shift).bitwise_and_((1 << 32 - shift) - 1)        # a shift of a signed number copies its sign
+        x ^= (x >> shift).bitwise_and_((1 << 32 - shift) - 1)     # a shift of a signed number copies its sign
         x *= factor
     x ^= (x >> 16).bitwise_and_(0xFFFF)
     return x
 
 
 def stream_keys(seed, rows):
-    """(rows, 2) int32, the key of each row's own stream of noise. An int seed: of (seed, row); a list: of a row's own
-    seed; None: of a seed that nobody knows. UserError where a list is not one seed a row."""
+    """(rows, 2) int32, the key of each row's own stream of noise. An int seed: of (seed, row); a list: of a
+    row's own seed; None: of a seed that nobody knows. UserError where a list is not one seed a row."""
     if seed is None:
         seed = int(np.random.SeedSequence().entropy % 2**63)
     seeds = [(seed, row) for row in range(rows)] if isinstance(seed, (int, np.integer)) else list(seed)
@@ -323,8 +328,8 @@ def stream_keys(seed, rows):
 
 
 def exponential_noise(keys, index, vocab_size):
-    """The noise of each (stream, token index, token id): exponentially distributed, with mean 1, and a function of
-    these three alone.
+    """The noise of each (stream, token index, token id): exponentially distributed, with mean 1, and a
+    function of these three alone.
 
     keys: (B, 2) int32 from `stream_keys`; index: (B, n), of the tokens that are drawn.
     Returns (B, n, vocab_size) float32.
@@ -350,7 +355,7 @@ def check(good, field, value, why="not supported"):
 
 
 def check_fields(raw, allowed, prefix=""):
-    """allowed: {field: the values it may have, or a function that says whether it may have a value}; None: absent."""
+    """allowed: {field: the values it may have, None meaning absent, or a function that accepts these}."""
     for field, good in allowed.items():
         value = raw.get(field)
         if callable(good):
@@ -413,7 +418,7 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, raw):
-        """From a config.json's content. UserError names what it asks for and we don't have, field and value."""
+        """From a config.json's content. UserError names the field and value that are not supported."""
         check_fields(raw, CONFIG_FIELDS)
         theta, scaling = read_rope(raw)
         heads = raw["num_attention_heads"]
@@ -421,8 +426,8 @@ class ModelConfig:
         head_dim = 128 if raw["model_type"] == "qwen3" else raw["hidden_size"] // heads
         left_out = {"num_key_value_heads": heads, "head_dim": head_dim, "tie_word_embeddings": False}
         raw = {**left_out, **{field: value for field, value in raw.items() if value is not None}}
-        kv_heads = raw["num_key_value_heads"]
-        check(heads % kv_heads == 0, "num_attention_heads", heads, f"no multiple of num_key_value_heads {kv_heads}")
+        multiple = heads % raw["num_key_value_heads"] == 0
+        check(multiple, "num_attention_heads", heads, "no multiple of num_key_value_heads")
         raw |= {"rope_theta": theta, "rope_scaling": scaling}
         return cls(**{field.name: raw[field.name] for field in fields(cls) if field.name in raw})
 
@@ -435,8 +440,8 @@ class ModelConfig:
 
 
 def read_rope(raw):
-    """(rope_theta, rope_scaling) of a config.json. transformers 5 writes both into rope_parameters; before it they
-    stood apart, and people still add a rope_scaling by hand, which then counts."""
+    """(rope_theta, rope_scaling) of a config.json. transformers 5 writes both into rope_parameters; before it
+    they stood apart, and people still add a rope_scaling by hand, which then counts."""
     asked, thetas = [], []
     for name in ("rope_scaling", "rope_parameters"):
         rope = {field: value for field, value in (raw.get(name) or {}).items() if value is not None}
@@ -445,7 +450,8 @@ def read_rope(raw):
             check(False, f"{name} field {field}", rope[field])
         check_fields(rope, ROPE_FIELDS, f"{name} field ")
         thetas.append(rope.pop("rope_theta", None))
-        asked += [rope] * (rope["rope_type"] != "default")
+        if rope["rope_type"] != "default":
+            asked.append(rope)
     check(asked[1:] in ([], asked[:1]), "rope_scaling", asked, "rope_parameters ask for another one")
     for field in LLAMA3_FIELDS if asked and asked[0]["rope_type"] == "llama3" else ():
         check(field in asked[0], "rope_scaling", asked[0], f"lacks {field}")
@@ -454,20 +460,20 @@ def read_rope(raw):
 
 
 def rope_frequencies(config):
-    """Inverse frequencies (D/2,) in radians a position, and the factor on cos and sin: plain, llama3 or yarn RoPE."""
+    """Inverse frequencies (D/2,) in radians a position, and the factor on cos and sin: plain, llama3, yarn"""
     D, scaling = config.head_dim, config.rope_scaling or {}
     frequency = config.rope_theta ** (-torch.arange(0, D, 2, dtype=torch.float32, device="cpu") / D)
     if not scaling:
         return frequency, 1.0
     length = scaling.get("original_max_position_embeddings") or config.max_position_embeddings
     factor = scaling.get("factor") or config.max_position_embeddings / length
-    if scaling["rope_type"] == "llama3":              # long wavelengths are slowed, short ones stay, a blend between
+    if scaling["rope_type"] == "llama3":            # long wavelengths are slowed, short ones stay
         low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
         keep = ((length * frequency / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
         return frequency * (keep + (1 - keep) / factor), 1.0
 
     # yarn: Peng et al. 2023, arXiv:2309.00071, section 3.2
-    def dimension(rotations):                         # the dimension that turns this often over the original length
+    def dimension(rotations):                         # the one that turns this often over the original length
         return D * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(config.rope_theta))
     low, high = dimension(scaling.get("beta_fast") or 32), dimension(scaling.get("beta_slow") or 1)
     if scaling.get("truncate", True):
@@ -507,7 +513,7 @@ def read_text(file):
 
 
 def read_json(file, convert=dict):
-    """convert(a JSON file's object). UserError where there is no file, no object, or something that convert refuses."""
+    """convert(a JSON file's object). UserError where there is none, or convert refuses what it holds."""
     text = read_text(file)
     with reading(file):
         value = json.loads(text)
@@ -520,7 +526,7 @@ def read_optional(file):
 
 
 def atomic_write(path, write):
-    """Calls write(temporary path beside `path`), then renames: a reader, or a crash, never sees half a file."""
+    """Calls write(temporary path), then renames: neither a reader nor a crash ever sees half a file."""
     temporary = f"{path}.tmp"
     write(temporary)
     os.replace(temporary, path)
@@ -541,8 +547,9 @@ def stored_dtype(path):
 
 
 def load_weights(module, path):
-    """Fills the module's parameters in place, a tensor at a time, from path/*.safetensors: one file, or shards with
-    an index. UserError where a file is missing or damaged, or holds other parameters than the module's."""
+    """Fills the module's parameters in place, a tensor at a time, from path/*.safetensors: one file, or
+    shards with an index. UserError where a file is missing or damaged, or holds other parameters than the
+    module's."""
     index = read_optional(Path(path) / "model.safetensors.index.json")
     missing = dict(module.named_parameters())
     for name in sorted({*index.get("weight_map", {"": "model.safetensors"}).values()}):
@@ -551,7 +558,7 @@ def load_weights(module, path):
                 # Tied heads, and tables that are computed here, are at times stored too.
                 if key not in missing and (key == "lm_head.weight" or "rotary_emb" in key):
                     continue
-                check(key in missing, "parameter", key, "has no place in the model that config.json describes")
+                check(key in missing, "parameter", key, "no place in the model that config.json describes")
                 stored, parameter = tensors.get_tensor(key), missing.pop(key).data
                 shape, expected = list(stored.shape), list(parameter.shape)
                 check(shape == expected, f"shape of {key}", shape, f"config.json asks for {expected}")
@@ -560,9 +567,9 @@ def load_weights(module, path):
 
 
 def save_model(module, path, config):
-    """Writes path/model.safetensors and path/config.json: config, and the dtype under its new and its old key."""
+    """Writes path/model.safetensors and path/config.json; the dtype under its new and its old key."""
     Path(path).mkdir(parents=True, exist_ok=True)
-    state = {name: parameter.detach().contiguous() for name, parameter in module.named_parameters()}    # tied: once
+    state = {name: parameter.detach().contiguous() for name, parameter in module.named_parameters()}
     file = Path(path) / "model.safetensors"
     atomic_write(file, lambda name: save_file(state, name, metadata={"format": "pt"}))
     dtype = str(module.dtype).removeprefix("torch.")
@@ -570,7 +577,7 @@ def save_model(module, path, config):
 
 
 def empty(build, device, dtype):
-    """Builds a module with uninitialized weights: neither time nor memory goes into weights to be loaded over."""
+    """Builds a module with uninitialized weights: no time goes into weights that are to be loaded over."""
     with torch.device("meta"):
         module = build()
     return module.to(dtype).to_empty(device=device)
@@ -580,8 +587,8 @@ def empty(build, device, dtype):
 
 # What the tokenizers library calls ByteLevel(use_regex=True): the GPT-2 splitting pattern.
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-# Ours, for Python source: an identifier with its underscores is one word (with a space or sign before it), numbers
-# go in threes, signs take the line end and the next line's indentation along.
+# Ours, for Python source: an identifier with its underscores is one word (with a space or sign before it),
+# numbers go in threes, signs take the line end and the next line's indentation along.
 CODE_PATTERN = (r"[^\r\n\p{L}\p{N}_]?[\p{L}_]+|\p{N}{1,3}| ?[^\s\p{L}\p{N}_]+(?:[\r\n]+[ \t]*)?"
                 r"|[\r\n]+[ \t]*|\s+(?!\S)|\s+")
 # tokenizer.json writes each byte of a token as one printable character: itself, or one from 256 up.
@@ -622,10 +629,11 @@ class AddedTokens:
 
     def __init__(self, ids):
         names = sorted(filter(None, ids), key=len, reverse=True)
-        self.ids, self.pattern = ids, regex.compile("|".join(map(regex.escape, names)) or "(?!)")    # (?!): never
+        self.ids = ids
+        self.pattern = regex.compile("|".join(map(regex.escape, names)) or "(?!)")    # (?!) matches never
 
     def cut(self, text, ignored):
-        """Yields (the text before an added token, [its id]), at last (the rest, []). ignored: ids that are text."""
+        """Yields (the text before a token, [its id]), at last (the rest, []). ignored: ids to pass over."""
         start = 0
         for match in self.pattern.finditer(text):
             if self.ids[match[0]] not in ignored:
@@ -637,9 +645,9 @@ class AddedTokens:
 class Tokenizer:
     """text <-> ids, the same ids as the `tokenizers` library gives for the same tokenizer.json.
 
-    eos_id: int or None; eos_ids: all that end a text (chat models have several). bos_id: the id that the file's
-    post_processor would put first, or None (encode never adds it). vocab_size: highest id + 1. special_ids: dict
-    text -> id. chat_options: keywords of the chat template.
+    eos_id: int or None; eos_ids: all that end a text (chat models have several). bos_id: the id that the
+    file's post_processor would put first, or None (encode never adds it). vocab_size: highest id + 1.
+    special_ids: dict text -> id. chat_options: keywords of the chat template.
     """
 
     def __init__(self, data, config=None):
@@ -652,22 +660,23 @@ class Tokenizer:
         kinds = [n["type"] for n in normalizer.get("normalizers", [normalizer])] if normalizer else []
         check({*kinds} <= {"NFC"}, "normalizer type", kinds)
         self.normalize = functools.partial(normalize, "NFC") if kinds else str
-        raw, normalized, ids = {}, {}, dict(vocab)                   # added tokens, by where they are looked for
-        for token in added:
-            text, ids[text] = token["content"], token["id"]
+        raw, normalized, ids = {}, {}, dict(vocab)
+        for token in added:                     # looked for in the text as it is, or in the normalized text
+            text, i = token["content"], token["id"]
             check_fields(token, ADDED_FIELDS, f"added_tokens {text} ")
-            check(vocab.get(text, ids[text]) == ids[text], f"id of {text}", ids[text], "another in model.vocab")
+            check(vocab.get(text) in (None, i), f"id of {text}", i, "another in model.vocab")
+            ids[text] = i
             if token.get("normalized"):
-                normalized[self.normalize(text)] = ids[text]
+                normalized[self.normalize(text)] = i
             else:
-                raw[text] = ids[text]
+                raw[text] = i
         self.raw_tokens, self.normalized_tokens = AddedTokens(raw), AddedTokens(normalized)
         self.special_ids = {token["content"]: token["id"] for token in added if token.get("special")}
         self.vocab_size = max(ids.values()) + 1
         self.bytes_of = {i: token_bytes(token) for token, i in vocab.items()}
         self.bytes_of |= {token["id"]: token["content"].encode() for token in added}
 
-        # tiktoken merges by the tokens' ranks, their places in the order of merging, which need not be their ids.
+        # tiktoken merges in the order of ranks, which need not be that of ids.
         order = merge_order(model, {token["content"] for token in added})
         self.id_of_rank = [vocab[token] for token in order]
         self.tokenless = bytes(b for char, b in CHAR_BYTE.items() if char not in vocab)
@@ -675,18 +684,21 @@ class Tokenizer:
         ranks = {token_bytes(token): rank for rank, token in enumerate(order)}
         self.encoding = tiktoken.Encoding("bpe", pat_str="", mergeable_ranks=ranks, special_tokens={})
         self.encode_word = functools.lru_cache(2**16)(self.encode_word)
+        self.read_ends(ids)
+        self.chat_template = self.config.get("chat_template")
+        if isinstance(self.chat_template, list):                     # several, by name
+            self.chat_template = {t["name"]: t["template"] for t in self.chat_template}.get("default")
 
+    def read_ends(self, ids):
+        """The tokens that end a text and stand at its beginning. ids: of all tokens, by their text."""
         eos = token_text(self.config.get("eos_token"))
         check(eos is None or eos in ids, "tokenizer_config.json eos_token", eos, "not in the vocabulary")
         self.eos_id, self.bos_id = ids.get(eos), None
         self.eos_ids = {self.eos_id} - {None}
-        post = data.get("post_processor") or {}
+        post = self.data.get("post_processor") or {}
         for p in post.get("processors", [post]):
             if p.get("type") == "TemplateProcessing" and "SpecialToken" in p["single"][0]:
                 self.bos_id = p["special_tokens"][p["single"][0]["SpecialToken"]["id"]]["ids"][0]
-        self.chat_template = self.config.get("chat_template")
-        if isinstance(self.chat_template, list):                     # several, by name
-            self.chat_template = {t["name"]: t["template"] for t in self.chat_template}.get("default")
 
     @classmethod
     def from_pretrained(cls, path):
@@ -718,10 +730,10 @@ class Tokenizer:
         split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
         flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
         added = [{"id": len(vocab) + i, "content": token, **flags} for i, token in enumerate(specials)]
-        data = {"version": "1.0", "truncation": None, "padding": None, "normalizer": None, "post_processor": None,
-                "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]}, "decoder": byte_level,
-                "model": {"type": "BPE", "byte_fallback": False, "vocab": vocab, "merges": pairs},
-                "added_tokens": added}
+        data = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
+                "normalizer": None, "post_processor": None, "decoder": byte_level,
+                "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
+                "model": {"type": "BPE", "byte_fallback": False, "vocab": vocab, "merges": pairs}}
         return cls(data, {"eos_token": specials[0]} if specials else {})
 
     def save_pretrained(self, path):
@@ -766,9 +778,9 @@ class Tokenizer:
         return self.decode_bytes(ids).decode("utf-8", "replace")
 
     def render_chat(self, messages, tools=None, documents=None):
-        """[{"role", "content"}, ...] -> the prompt's text up to where the assistant speaks, by the model's own
-        template. The assistant's answer at the end is left out: it is to be written anew. UserError where the
-        template refuses."""
+        """[{"role", "content"}, ...] -> the prompt's text up to where the assistant speaks, by the model's
+        own template. The assistant's answer at the end is left out: it is to be written anew. UserError where
+        the template refuses."""
         if self.chat_template is None:
             raise UserError("the target has no chat template; give prompts as text")
         question = [*messages]
@@ -801,8 +813,8 @@ def as_list(value):
 
 
 def merge_order(model, added):
-    """All tokens of model.vocab that merging makes, in its order: bytes, then merges. UserError where tiktoken, which
-    knows tokens instead of merges, would make others."""
+    """All tokens of model.vocab that merging makes, in its order: bytes, then merges. UserError where
+    tiktoken, which knows tokens instead of merges, would make others."""
     vocab, made = model["vocab"], {}
     single = [char for char in CHAR_BYTE if char in vocab]
     check(len(single) == 256 or not model.get("unk_token"), "model.unk_token", model.get("unk_token"))
@@ -812,7 +824,7 @@ def merge_order(model, added):
         check(known, "model.merges", merge, "not two tokens of model.vocab that make a third")
         made["".join(pair)] = None
     whole = []
-    if model.get("ignore_merges"):                                   # a word that is a token counts, made or not
+    if model.get("ignore_merges"):                                # a word that is a token counts, made or not
         whole = vocab.keys() - made.keys() - {*single} - added
         whole = [token for token in whole if CHAR_BYTE.keys() >= {*token}]
     for token in whole:
@@ -846,8 +858,8 @@ def compile_template(text):
 # ---- prompts -----------------------------------------------------------------------------------------------
 
 class Entry(dict):
-    """A row of a file of prompts: "messages" (a chat, maybe with "tools" and "documents"), "prompt" (a whole prompt)
-    or "text" (whose beginning is a prompt), maybe a "domain". where: file and line, for messages; no column."""
+    """A row of a file of prompts: "messages" (a chat, maybe with "tools" and "documents"), "prompt" (a whole
+    prompt) or "text" (whose beginning is a prompt), maybe a "domain". where: its file and line."""
     where = "--data"
 
 
@@ -866,9 +878,11 @@ def read_entries(file):
         with reading(f"{file}:{i}"):
             row = json.loads(row) if isinstance(row, str) else row
             entry = Entry((key, value) for key, value in row.items() if value is not None)
-            check(entry.keys() & {"messages", "prompt", "text"}, "columns", [*row], "no messages, prompt or text")
+            check({*entry} & {"messages", "prompt", "text"}, "columns", [*row], "no messages, prompt or text")
             for key in entry.keys() & KINDS.keys():
                 check(isinstance(entry[key], KINDS[key]), key, entry[key], f"no {KINDS[key].__name__}")
+            for turn in entry.get("messages", ()):
+                check(isinstance(turn, dict), "a turn of messages", turn, "no object")
         entry.where = f"{file}:{i}"
         entries.append(entry)
     return entries
@@ -876,8 +890,8 @@ def read_entries(file):
 
 def encode_prompt(entry, tokenizer, prompt_tokens, rendered=False):
     """An entry -> token ids; of a text the first prompt_tokens. Where the model wants a token before all text
-    (Llama 3), it gets it; a chat template writes it itself, and so may a prompt that is `rendered` already, in which
-    special tokens count as such. UserError for an empty prompt, or a chat that the template refuses."""
+    (Llama 3), it gets it; a chat template writes it itself, and so may a prompt that is `rendered` already,
+    in which special tokens count as such. UserError: an empty prompt, or a chat that the template refuses."""
     if "messages" in entry:
         text = tokenizer.render_chat(entry["messages"], entry.get("tools"), entry.get("documents"))
         ids, bos = tokenizer.encode(text, special=True), []
@@ -891,8 +905,8 @@ def encode_prompt(entry, tokenizer, prompt_tokens, rendered=False):
 
 
 def encode_entries(entries, tokenizer, prompt_tokens, *, rendered=False, skip_bad=False):
-    """Entries -> rows of ids, in order, as `encode_prompt` gives them. UserError names file and line of the first bad
-    entry; with skip_bad they are left out, and counted on stderr."""
+    """Entries -> rows of ids, in order, as `encode_prompt` gives them. UserError names file and line of the
+    first bad entry; with skip_bad they are left out, and counted on stderr."""
     rows, bad = [], []
     for entry in entries:
         try:
@@ -908,12 +922,13 @@ def encode_entries(entries, tokenizer, prompt_tokens, *, rendered=False, skip_ba
 
 
 def read_prompts(file, tokenizer, prompt_tokens, per_domain, *, rendered=False, skip_bad=False):
-    """{domain: rows of ids}: from a .jsonl or .json file, or from a text, cut into prompts of prompt_tokens."""
+    """{domain: rows of ids}: from a .jsonl or .json file, or from a text, cut into prompts."""
     domain = Path(file).stem
     if str(file).endswith((".jsonl", ".json")):
         by_domain = {}
         for entry in read_entries(file):
-            if "text" not in entry or len(tokenizer.encode(entry["text"])) >= prompt_tokens:
+            is_text = not entry.keys() & {"messages", "prompt"}
+            if not is_text or len(tokenizer.encode(entry["text"])) >= prompt_tokens:
                 by_domain.setdefault(entry.get("domain", domain), []).append(entry)
         encode = functools.partial(encode_entries, tokenizer=tokenizer, prompt_tokens=prompt_tokens,
                                    rendered=rendered, skip_bad=skip_bad)
@@ -935,7 +950,7 @@ def check_prompts(config, prompts, max_new_tokens):
     for i, prompt in enumerate(prompts):
         check(len(prompt), f"length of prompt {i}", 0, "empty; give at least one token")
         wrong = [token for token in prompt if not 0 <= token < vocab_size]
-        check(not wrong, f"token ids in prompt {i}", wrong, f"outside the target's vocabulary of {vocab_size}")
+        check(not wrong, f"tokens of prompt {i}", wrong, f"outside the target's vocabulary of {vocab_size}")
         check(len(prompt) + max_new_tokens <= most, f"length of prompt {i}", len(prompt),
               f"with {max_new_tokens} new tokens more than the target's max_position_embeddings of {most}")
 
@@ -960,7 +975,7 @@ def parse_options(pairs):
 
 
 def recommended_sampling(path):
-    """The top_k and top_p, those that cut something, that a checkpoint's generation_config.json recommends."""
+    """{"top_k", "top_p"}, those that cut something, as a checkpoint's generation_config.json has them."""
     raw = read_optional(Path(path) / "generation_config.json")
     top_k, top_p = raw.get("top_k") or 0, raw.get("top_p") or 1
     found = ({"top_k": top_k} if top_k > 0 else {}) | ({"top_p": top_p} if top_p < 1 else {})
@@ -968,15 +983,14 @@ def recommended_sampling(path):
 
 
 def choose_sampling(path, temperatures, top_k=None, top_p=None):
-    """{"top_k", "top_p"} for `Sampling`: the flags, None where not given (0 and 1: no cut), then what the target
-    recommends, of which one line is printed."""
-    flags = {name: value for name, value in (("top_k", top_k), ("top_p", top_p)) if value is not None}
+    """{"top_k", "top_p"} for `Sampling`: the flags, None where not given (0 and 1: no cut), then what the
+    target recommends, of which one line is printed."""
+    flags = {"top_k": top_k, "top_p": top_p}
     found = recommended_sampling(path) if max(temperatures) > 0 else {}
-    taken = ", ".join(f"{name} {value}" for name, value in found.items() if name not in flags)
+    taken = {name: value for name, value in found.items() if flags[name] is None}
     if taken:
-        say_once(f"sampling with {taken}, as generation_config.json recommends")
-    chosen = {"top_k": None, "top_p": None} | found | flags
-    return chosen | {"top_k": chosen["top_k"] or None}
+        say_once(f"sampling as generation_config.json recommends: {taken}")
+    return {**flags, "top_k": flags["top_k"] or None, **taken}
 
 
 @functools.cache
@@ -994,7 +1008,7 @@ def table(rows):
 
 
 def bars(counts):
-    """{n: count} as bars."""
+    """{n: count} as a bar chart in text."""
     shares = {n: count / sum(counts.values()) for n, count in counts.items()}
     return "\n".join(f"  {n:3d} {'█' * round(60 * share)} {share:.1%}" for n, share in shares.items())
 
@@ -1018,10 +1032,10 @@ def device_name(device):
 def run_command(main):
     """Runs a command line: what the user can put right is one line and exit status 2."""
     try:
-        sys.stdout.reconfigure(errors="replace")      # a terminal that lacks a character shows a question mark
+        sys.stdout.reconfigure(errors="replace")     # a terminal that lacks a character shows a question mark
         main()
         sys.stdout.flush()
-    except BrokenPipeError:                           # the reader, say `head`, has left: nothing more to say to it
+    except BrokenPipeError:                           # the reader, say `head`, has left: no more to say
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (UserError, OSError) as error:

@@ -1536,7 +1536,7 @@ def test_a_drafter_for_a_pretrained_target(pretrained, data, tmp_path, capsys):
     model.say_once.cache_clear()
     train.main([*flags, *options, "--data", str(chats), str(folder), "--skip-bad", "--taps", "7"])
     printed = capsys.readouterr()
-    assert "top_k 30, top_p 0.9" in printed.err and "1 of " in printed.err and "5 taps, not 7" in printed.out
+    assert "'top_k': 30, 'top_p': 0.9" in printed.err and "1 of " in printed.err and "5 taps, not 7" in printed.out
     drafter = json.loads((out / "drafter" / "config.json").read_text())
     vocab = json.loads((pretrained / "config.json").read_text())["vocab_size"]
     assert drafter["dflash_config"]["mask_token_id"] == vocab - 9 and not (out / "target").exists()  # the first padded row
