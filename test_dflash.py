@@ -835,7 +835,7 @@ def test_idle_decoders_are_reused_and_bounded(trained, monkeypatch):
     assert [*decode.idle.values()] == [first]
     steps = [decode.generate(target, drafter, [prompt], 20, decode.Sampling()) for prompt in ([1], [2])]    # two at a time do not share one
     assert {id(decoder) for pair in zip(*steps) for decoder in pair} > {id(first)}
-    assert first.nbytes == 4 * (2 * 2 * 256 * 16 * (4 + 2) + 256 * 5 * 32)                        # keys and values of 4 and 2 layers, features of 5 taps
+    assert first.nbytes == 4 * (2 * 2 * 256 * 16 * (4 + 2) + 256 * 4 * 32)                        # keys and values of 4 and 2 layers, features of 4 taps
     monkeypatch.setattr(decode, "KEPT_BYTES", 2 * first.nbytes)
     for batch in (1, 2, 1, 1):
         speculative(target, drafter, [[1]] * batch, 9, tree_budget=4)
@@ -1163,7 +1163,7 @@ def test_a_new_eagle_starts_as_the_targets_last_layer():
     target, _ = make_pair()
     drafter = Eagle3Drafter.for_target(target, block_size=4)
     drafter.init_weights(target, torch.Generator().manual_seed(0))
-    assert drafter.config.target_layer_ids == [1, 2, 2] and Eagle3Drafter.default_taps(36) == [1, 17, 32] and Eagle3Drafter.default_taps(1) == [0, 0, 0]
+    assert drafter.config.target_layer_ids == [1, 2, 3]
     attn, theirs = drafter.layers[0].self_attn, target.model.layers[5].self_attn
     for name in ("q_proj", "k_proj", "v_proj"):
         wide = getattr(attn, name).weight
