@@ -552,8 +552,8 @@ def parser():
     add("--chat", action="store_true", help="--prompt is a user's message, for the chat template")
     add("--chat-options", nargs="+", metavar="KEY=VALUE", help="keywords of the chat template, as "
         "enable_thinking=false (default: what the drafter was trained with)")
-    add("--rendered", action="store_true", help="prompts are rendered already: special tokens count as such")
-    add("--data", metavar="FILE", help="--bench: a text or .jsonl file (default: OUT/heldout.jsonl)")
+    add("--rendered", action="store_true", help="prompts are rendered: special tokens count as such")
+    add("--data", metavar="FILE", help="--bench: a text, .jsonl or .json file (default: OUT/heldout.jsonl)")
     add("--skip-bad", action="store_true", help="--bench: go on without prompts that can't be used")
     add("--show", action="store_true", help="in colours: accepted drafts, bonus tokens, rejected drafts")
     add("--plain", action="store_true", help="decode without the drafter")
@@ -595,7 +595,8 @@ def main(argv=None):
     budget = (None if chain else TREE_BUDGET) if args.tree_budget is None else args.tree_budget or None
     block_size = (None if args.show else "auto") if args.block_size is None else args.block_size
     how = dict(block_size=block_size, tree_budget=budget, seed=args.seed, compile=args.compile)
-    temperatures = (args.temperature,) if args.temperature is not None else (0.0, 1.0) if args.bench else (0.0,)
+    default = (0.0, 1.0) if args.bench else (0.0,)
+    temperatures = default if args.temperature is None else (args.temperature,)
     cuts = choose_sampling(folder, temperatures, args.top_k, args.top_p)
     trained_with = drafter.config.chat_options if drafter else {}
     tokenizer.chat_options = trained_with if args.chat_options is None else parse_options(args.chat_options)

@@ -914,7 +914,7 @@ def encode_entries(entries, tokenizer, prompt_tokens, *, rendered=False, skip_ba
                 rows.append(encode_prompt(entry, tokenizer, prompt_tokens, rendered))
         except UserError as error:
             if not skip_bad:
-                raise
+                raise UserError(f"{error} (--skip-bad goes on without such prompts)") from None
             bad.append(error)
     if bad:
         print(f"{len(bad)} of {len(entries)} prompts are left out; the first: {bad[0]}", file=sys.stderr)
