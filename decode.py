@@ -30,8 +30,8 @@ from tqdm import tqdm
 from drafter import Drafts, drafter_folders, last_positions, load_drafters, propose, rows_at
 from kernels import Stopwatch, as_one, has_compiler
 from model import (DTYPES, KVCache, Sampling, Tokenizer, Transformer, UserError, bars, check_prompts,
-                   device_name, encode_prompt, exponential_noise, find_device, read_prompts, run_command,
-                   stop_tokens, stream_keys, table, write_json)
+                   choose_sampling, device_name, encode_prompt, exponential_noise, find_device, parse_options,
+                   read_prompts, run_command, stop_tokens, stream_keys, table, write_json)
 
 PREFILL = 512         # tokens of a prompt that are read at once: the mask, PREFILL x context, should not outgrow a CPU's cache
 LOOK_EVERY = 3        # cycles between two looks at the results on CUDA, where each look makes the host wait for the device
@@ -482,10 +482,11 @@ def sweep(target, drafter, prompts, progress, **how):
 
 def run_benchmark(out, target, drafters, tokenizer, prompts_file, *, prompts, prompt_tokens, max_new_tokens,
                   temperatures=(0.0, 1.0), block_size="auto", tree_budget=TREE_BUDGET, seed=0, sweeping=False,
-                  **how):
+                  rendered=False, skip_bad=False, **how):
     """Benchmarks, prints the table, writes out/report.json. drafters: {method: drafter}, each with its chain, its tree, and "auto"."""
     Path(out).mkdir(parents=True, exist_ok=True)
-    rows, methods = read_prompts(prompts_file, tokenizer, prompt_tokens, prompts), {}
+    rows = read_prompts(prompts_file, tokenizer, prompt_tokens, prompts, rendered=rendered, skip_bad=skip_bad)
+    methods = {}
     for name, drafter in drafters.items():
         size, budget = None if block_size == "auto" else block_size, None if drafter.in_turn else tree_budget
         methods[name] = {"drafter": drafter, "block_size": size}
@@ -550,12 +551,16 @@ def parser():
     what.add_argument("--bench", action="store_true", help="on held-out prompts; writes OUT/report.json")
     add("--sweep", action="store_true", help="--bench: also over sizes of block, tree, context and batch")
     add("--chat", action="store_true", help="--prompt is a user's message, for the chat template")
-    add("--data", metavar="FILE", help="--bench: a text or .jsonl file (default: OUT/heldout.jsonl)")
+    add("--chat-options", nargs="+", metavar="KEY=VALUE", help="keywords of the chat template, as "
+        "enable_thinking=false (default: what the drafter was trained with)")
+    add("--rendered", action="store_true", help="prompts are rendered: special tokens count as such")
+    add("--data", metavar="FILE", help="--bench: a text, .jsonl or .json file (default: OUT/heldout.jsonl)")
+    add("--skip-bad", action="store_true", help="--bench: go on without prompts that can't be used")
     add("--show", action="store_true", help="in colours: accepted drafts, bonus tokens, rejected drafts")
     add("--plain", action="store_true", help="decode without the drafter")
     add("--temperature", type=float, metavar="T", help="0 is greedy (default: 0; --bench: 0 and 1)")
-    add("--top-k", type=int, metavar="K")
-    add("--top-p", type=float, metavar="P")
+    add("--top-k", type=int, metavar="K", help="0: all (default: what the target recommends)")
+    add("--top-p", type=float, metavar="P", help="1: all (default: what the target recommends)")
     add("--block-size", type=size_or_auto, metavar="B", help="tokens of a block; auto: how many drafts are "
         "read is chosen each cycle (the default; --show: the drafter's own block, as a chain)")
     add("--tree-budget", type=int, metavar="N", help="tokens that the target reads a cycle, as a tree of "
@@ -591,17 +596,21 @@ def main(argv=None):
     budget = (None if chain else TREE_BUDGET) if args.tree_budget is None else args.tree_budget or None
     block_size = (None if args.show else "auto") if args.block_size is None else args.block_size
     how = dict(block_size=block_size, tree_budget=budget, seed=args.seed, compile=args.compile)
+    default = (0.0, 1.0) if args.bench else (0.0,)
+    temperatures = default if args.temperature is None else (args.temperature,)
+    cuts = choose_sampling(folder, temperatures, args.top_k, args.top_p)
+    trained_with = drafter.config.chat_options if drafter else {}
+    tokenizer.chat_options = trained_with if args.chat_options is None else parse_options(args.chat_options)
     if args.bench:
-        temperatures = (0.0, 1.0) if args.temperature is None else (args.temperature,)
         run_benchmark(
             out, target, drafters, tokenizer, args.data or out / "heldout.jsonl", prompts=args.prompts,
             prompt_tokens=args.prompt_tokens, max_new_tokens=args.max_new_tokens, sweeping=args.sweep,
-            top_k=args.top_k, top_p=args.top_p, temperatures=temperatures, **how)
+            temperatures=temperatures, rendered=args.rendered, skip_bad=args.skip_bad, **cuts, **how)
         return
     text = args.prompt.encode("utf-8", "replace").decode()
     entry = {"messages": [{"role": "user", "content": text}]} if args.chat else {"prompt": text}
-    prompt, stop_ids = encode_prompt(entry, tokenizer, None), stop_tokens(target, tokenizer)
-    sampling = Sampling(args.temperature or 0.0, args.top_k, args.top_p)
+    prompt = encode_prompt(entry, tokenizer, None, args.rendered)
+    sampling, stop_ids = Sampling(*temperatures, **cuts), stop_tokens(target, tokenizer)
     steps = generate(target, drafter, [prompt], args.max_new_tokens, sampling, stop_ids=stop_ids,
                      look_every=1 if args.show else None, **how)
     stream(steps, tokenizer, "" if args.chat else text, stop_ids, args.show)

@@ -11,7 +11,8 @@ The anchor is the last verified token: the target has chosen it but not yet read
 
 Below it two baselines that draft one token after the other, through the same decoding loop: EAGLE-3 and a small Transformer.
 """
-from dataclasses import dataclass, replace
+import re
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,15 +22,18 @@ import torch.utils.checkpoint
 from torch import nn
 
 from kernels import attention, causal, context_and_block, dflash_training, input_injection_training, make_mask
-from model import (DecoderLayer, ModelConfig, RMSNorm, Rope, Transformer, UserError, empty, init_weights, load_weights, read_json,
-                   save_model)
+from model import (DecoderLayer, ModelConfig, RMSNorm, Rope, Transformer, UserError, check, check_fields, empty,
+                   init_weights, load_weights, read_json, save_model)
 
 
 def default_taps(num_target_layers, taps=5):
-    """Layer ids spread evenly from the 2nd to the 3rd-last layer, 0-based (section 4.1)."""
-    if taps == 1:
-        return [num_target_layers // 2]
-    return [min(max(round(1 + i * (num_target_layers - 4) / (taps - 1)), 0), num_target_layers - 1) for i in range(taps)]
+    """Ids (0-based) of layers spread evenly from the 2nd to the 3rd-last (section 4.1), or from the first to the last
+    where the former are too few to be distinct. A target with fewer layers than taps gives all it has."""
+    L, n = num_target_layers, min(taps, num_target_layers)
+    if n == 1:
+        return [L // 2]
+    first, last = (1, L - 3) if L - 3 >= n else (0, L - 1)
+    return [round(first + i * (last - first) / (n - 1)) for i in range(n)]
 
 
 @dataclass
@@ -40,11 +44,21 @@ class DrafterConfig:
     target_layer_ids: list              # the taps; none: the drafter reads tokens only
     num_target_layers: int
     injection: str = "kv"               # DFlash's; "input": the context enters once, in front of the first layer (a switch, to measure what KV injection gives)
+    chat_options: dict = field(default_factory=dict)    # keywords of the chat template that it was trained with
+
+
+# Fields of published drafters that change what these compute, and the values with which they don't. They stand in
+# config.json or in its dflash_config, where any field that is neither here nor in UNDERSTOOD is refused.
+CHANGES = {"is_causal": (None, False), "causal": (None, False), "sample_from_anchor": (None, False),
+           "final_logit_softcapping": (None,), "output_multiplier": (None, 1), "conv_kernel_size": (None, 0),
+           "selector_rank": (None, 0)}
+UNDERSTOOD = {"block_size", "mask_token_id", "target_layer_ids", "injection", "chat_options"}
 
 
 class Drafter(nn.Module):
     """What the drafters share: the modules (of the two that read features), how they start, and their files."""
     in_turn, default_taps = False, staticmethod(default_taps)                    # in_turn: each token is drafted from the drafts before it
+    shared_with_target = ("hidden_size",)                                        # of the configuration: embedding and head are the target's
     dtype = property(lambda self: next(self.parameters()).dtype)
 
     def __init__(self, config):
@@ -57,11 +71,13 @@ class Drafter(nn.Module):
         self.rope = Rope(layers)
 
     @classmethod
-    def for_target(cls, target, *, num_layers=5, block_size=16, mask_token_id, target_layer_ids=None, injection="kv"):
+    def for_target(cls, target, *, num_layers=5, block_size=16, mask_token_id, target_layer_ids=None, injection="kv",
+                   chat_options=None):
         """A new drafter of the target's width and head layout; initialize it with `init_weights`."""
         L = target.config.num_hidden_layers
         layers = replace(target.config, model_type="qwen3", num_hidden_layers=num_layers, attention_bias=False)
-        return cls(DrafterConfig(layers, block_size, mask_token_id, target_layer_ids or cls.default_taps(L), L, injection))
+        taps = target_layer_ids or cls.default_taps(L)
+        return cls(DrafterConfig(layers, block_size, mask_token_id, taps, L, injection, chat_options or {}))
 
     def check_sizes(self, block_size, tree_budget):
         """Refuses what `decode.speculative` can't be asked for."""
@@ -93,33 +109,48 @@ class Drafter(nn.Module):
 
     @classmethod
     def from_pretrained(cls, path, target):
-        """Opens a checkpoint (of DFlash also a published one) for this target, in the target's dtype and on its device. UserError says what doesn't fit."""
-        where, raw = Path(path) / "config.json", read_json(Path(path) / "config.json")
-        config = raw.get(f"{cls.method}_config") or {}
-        if not isinstance(config, dict):
-            raise UserError(f"{where}: {cls.method}_config = {config!r} is no object")
-        L, layers = target.config.num_hidden_layers, ModelConfig.from_dict(raw, where)
-        block_size, mask = raw.get("block_size", config.get("block_size")), config.get("mask_token_id", raw.get("mask_token_id"))
-        taps = config.get("target_layer_ids") or raw.get("target_layer_ids") or cls.default_taps(L, layers.num_hidden_layers)
-        is_dflash, known = cls.method == "dflash", layers.model_type == "qwen3" or cls.method == "ar"
-        if raw.get("architectures") not in (None, [cls.architecture]) or not known or type(block_size) is not int or block_size < 1:
-            raise UserError(f"{where}: not {cls.title} (architectures {raw.get('architectures')}, model_type {layers.model_type!r}, "
-                            f"block_size {block_size}); give the folder that train.py wrote as {cls.folder}/{', or a published one' * is_dflash}")
-        for name, own, theirs in (("num_target_layers", raw.get("num_target_layers", L), L),
-                                  *((field, getattr(layers, field), getattr(target.config, field))
-                                    for field in ("hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim"))):
-            if own != theirs:
-                raise UserError(f"{where}: this drafter belongs to another target: {name} is {own} here and {theirs} in the target")
-        if not isinstance(taps, list) or not all(type(tap) is int and 0 <= tap < L for tap in taps):
-            raise UserError(f"{where}: target_layer_ids {taps} do not all lie in the target's {L} layers (0 to {L - 1})")
-        if is_dflash and (type(mask) is not int or not 0 <= mask < layers.vocab_size):
-            raise UserError(f"{where}: mask_token_id {mask} is no token of a vocabulary of {layers.vocab_size}")
-        injection = config.get("injection", "kv")
-        if injection not in ("kv", "input"):
-            raise UserError(f"{where}: injection {injection!r} is not supported (kv and input are)")
-        drafter = empty(lambda: cls(DrafterConfig(layers, block_size, mask, taps, L, injection)), target.device, target.dtype)
+        """Opens a checkpoint (of DFlash also a published one) for this target, in the target's dtype and on its
+        device. UserError says what doesn't fit."""
+        config = read_json(Path(path) / "config.json", lambda raw: cls.read_config(raw, target.config))
+        drafter = empty(lambda: cls(config), target.device, target.dtype)
         load_weights(drafter, path)
         return drafter.eval()
+
+    @classmethod
+    def read_config(cls, raw, target):
+        """A config.json's content -> DrafterConfig. target: the target's ModelConfig. UserError says what doesn't
+        fit, or changes what a drafter computes in a way that we don't have."""
+        section = f"{cls.method}_config"
+        own, layers, L = raw.get(section) or {}, ModelConfig.from_dict(raw), target.num_hidden_layers
+        check(isinstance(own, dict), section, own, "no object")
+        block_size = raw.get("block_size", own.get("block_size"))
+        known = layers.model_type == "qwen3" or cls.method == "ar"
+        if (raw.get("architectures") not in (None, [cls.architecture]) or not known
+                or type(block_size) is not int or block_size < 1):
+            raise UserError(
+                f"not {cls.title} (architectures {raw.get('architectures')}, model_type {layers.model_type!r}, "
+                f"block_size {block_size}); give the folder that train.py wrote as {cls.folder}/"
+                f"{', or a published one' * (cls.method == 'dflash')}")
+        check_fields(raw, CHANGES)
+        for name in own.keys() - UNDERSTOOD:
+            check(own[name] in CHANGES.get(name, (None,)), f"{section}.{name}", own[name])
+        own_shape = {"num_target_layers": raw.get("num_target_layers", L)}
+        own_shape |= {name: getattr(layers, name) for name in cls.shared_with_target}
+        for name, value in own_shape.items():
+            theirs = L if name == "num_target_layers" else getattr(target, name)
+            check(value == theirs, name, value, f"this drafter belongs to another target, which has {theirs}")
+        taps = own.get("target_layer_ids") or raw.get("target_layer_ids")
+        taps = taps or cls.default_taps(L, layers.num_hidden_layers)
+        inside = isinstance(taps, list) and all(type(tap) is int and 0 <= tap < L for tap in taps)
+        check(inside, "target_layer_ids", taps, f"not all in the target's {L} layers (0 to {L - 1})")
+        mask = own.get("mask_token_id", raw.get("mask_token_id"))
+        if cls.method == "dflash":
+            inside = type(mask) is int and 0 <= mask < target.vocab_size
+            check(inside, "mask_token_id", mask, f"not inside the target's embedding of {target.vocab_size}")
+        injection, chat_options = own.get("injection") or "kv", own.get("chat_options") or {}
+        check(injection in ("kv", "input"), "injection", injection, "not supported (kv and input are)")
+        check(isinstance(chat_options, dict), "chat_options", chat_options, "no object")
+        return DrafterConfig(layers, block_size, mask, taps, L, injection, chat_options)
 
     def save_pretrained(self, path):
         """DFlash: writes the layout that the published code, vLLM (method dflash) and SGLang (algorithm DFLASH) read. The others' is like it."""
@@ -128,7 +159,8 @@ class Drafter(nn.Module):
             **config.layers.to_dict(), "architectures": [self.architecture], "block_size": config.block_size, "num_target_layers": config.num_target_layers,
             "layer_types": ["full_attention"] * config.layers.num_hidden_layers, f"{self.method}_config": {
                 "block_size": config.block_size, "mask_token_id": config.mask_token_id, "target_layer_ids": config.target_layer_ids,
-                **({} if config.injection == "kv" else {"injection": config.injection})}})
+                **({} if config.injection == "kv" else {"injection": config.injection}),
+                **({"chat_options": config.chat_options} if config.chat_options else {})}})
 
 
 class DFlashDrafter(Drafter):
@@ -362,13 +394,15 @@ class Eagle3Drafter(Drafter):
 
     @staticmethod
     def default_taps(L, _=None):
-        """A low, a middle and a high layer."""
-        return sorted(min(max(tap, 1), L - 1) for tap in (1, L // 2 - 1, L - 4))
+        """A low, a middle and a high layer; distinct ones also where there are few."""
+        taps = [1, L // 2 - 1, L - 4]
+        return taps if taps[0] < taps[1] < taps[2] else default_taps(L, 3)
 
     @classmethod
-    def for_target(cls, target, *, block_size=16, **_):
+    def for_target(cls, target, *, block_size=16, chat_options=None, **_):
         """It always has one layer, and no mask."""
-        return super().for_target(target, num_layers=1, block_size=block_size, mask_token_id=None)
+        return super().for_target(target, num_layers=1, block_size=block_size, mask_token_id=None,
+                                  chat_options=chat_options)
 
     def project(self, hidden, embedding, positions):
         """hidden, embedding: (B, n, C) at positions (B, n) -> q (B, n, H, D), k and v (B, n, K, D)"""
@@ -433,14 +467,17 @@ class ARDrafter(Drafter):
     """The classic draft model: a smaller Transformer of the target's width and vocabulary, with an embedding and a head of its own."""
     method, folder, architecture, title = "ar", "ar", "ARDraftModel", "an autoregressive drafter"
     in_turn, default_taps = True, staticmethod(lambda L, _=None: [])
+    shared_with_target = ("vocab_size",)
 
     def __init__(self, config):
         nn.Module.__init__(self)
         self.config, self.transformer = config, Transformer(config.layers)
 
     @classmethod
-    def for_target(cls, target, *, num_layers=5, block_size=16, **_):
-        return cls(DrafterConfig(replace(target.config, num_hidden_layers=num_layers), block_size, None, [], target.config.num_hidden_layers))
+    def for_target(cls, target, *, num_layers=5, block_size=16, chat_options=None, **_):
+        layers = replace(target.config, num_hidden_layers=num_layers)
+        return cls(DrafterConfig(layers, block_size, None, [], target.config.num_hidden_layers,
+                                 chat_options=chat_options or {}))
 
     def init_weights(self, target, generator):
         """Starts as the target without its last layers."""
@@ -469,6 +506,31 @@ class ARDrafter(Drafter):
 
 
 DRAFTERS = {cls.method: cls for cls in (DFlashDrafter, Eagle3Drafter, ARDrafter)}
+
+
+def pick_mask_token(tokenizer, vocab_size, given=None, prompts=()):
+    """The id that stands for "to be drafted": the given special token or id, else an id of the padded embedding that
+    no token uses, else a special token made to be spare. Text may still contain it: it is only ever the drafter's
+    input, nothing is stripped.
+
+    vocab_size: rows of the target's embedding; prompts: rows of ids. UserError names the tokens to choose from.
+    """
+    special = tokenizer.special_ids
+    if given is not None:
+        token = special.get(given, int(given) if given.isdecimal() else -1)
+        check(0 <= token < vocab_size, "--mask-token", given,
+              f"neither a special token nor an id inside the target's embedding of {vocab_size}")
+        return token
+    if tokenizer.vocab_size < vocab_size:
+        return tokenizer.vocab_size
+    used = set().union(*prompts, tokenizer.eos_ids, [tokenizer.bos_id])
+    free = {name: token for name, token in special.items()
+            if token < vocab_size and token not in used and name not in (tokenizer.chat_template or "")}
+    for name, token in free.items():
+        if re.search(r"mask|reserved|unused|extra", name, re.I):
+            return token
+    raise UserError("the tokenizer has no spare token for the drafter's mask; choose one with --mask-token. "
+                    f"Used by no template and no prompt: {', '.join(free) or 'none'}")
 
 
 def load_drafter(path, target):

@@ -1,5 +1,6 @@
 """python -m pytest -q test_dflash.py      (one and a half to three minutes on two CPU cores; CUDA and transformers tests skip where there is none)"""
 import collections
+import functools
 import itertools
 import json
 import math
@@ -27,8 +28,9 @@ import kernels
 import model
 import train
 from decode import autoregressive, speculative
-from drafter import ARDrafter, DFlashDrafter, Eagle3Drafter, default_gamma, default_taps, drafter_loss, load_drafter, sample_anchors
-from model import CODE_PATTERN, KVCache, ModelConfig, Tokenizer, Transformer, UserError
+from drafter import (ARDrafter, DFlashDrafter, Eagle3Drafter, default_gamma, default_taps, drafter_loss, load_drafter, pick_mask_token,
+                     sample_anchors)
+from model import CODE_PATTERN, Entry, KVCache, ModelConfig, Tokenizer, Transformer, UserError, encode_entries, parse_options, read_entries
 from train import read_corpus, split, train_bpe
 
 HERE = Path(__file__).parent
@@ -196,7 +198,17 @@ def test_taps_are_the_residual_stream_after_the_layer():
         _, features = target(ids, taps=(0, 2))
     [hook.remove() for hook in hooks]
     torch.testing.assert_close(features, torch.cat((after[0], after[2]), -1))
-    assert default_taps(36) == [1, 9, 17, 25, 33] and default_taps(8) == [1, 2, 3, 4, 5] and default_taps(8, 1) == [4]
+
+
+@pytest.mark.parametrize("taps, layers, n", (
+    ([1, 9, 17, 25, 33], 36, 5), ([1, 2, 3, 4, 5], 8, 5), ([4], 8, 1), ([0, 2, 3, 4, 6], 7, 5), ([0, 1, 2, 3], 4, 5), ([0, 1], 2, 5), ([0], 1, 5)))
+def test_taps_are_distinct(taps, layers, n):
+    assert default_taps(layers, n) == taps
+
+
+@pytest.mark.parametrize("taps, layers", (([1, 17, 32], 36), ([1, 3, 4], 8), ([1, 2, 3], 6), ([0, 2, 3], 4), ([0], 1)))
+def test_eagles_taps_are_distinct(taps, layers):
+    assert Eagle3Drafter.default_taps(layers) == taps
 
 
 HF_CONFIGS = {
@@ -258,6 +270,12 @@ def test_old_and_new_configs_say_the_same():
     assert (old.num_key_value_heads, old.head_dim) == (4, 16)
     assert ModelConfig.from_dict({**base, "model_type": "qwen3"}).head_dim == 128                 # as transformers has it where the file says nothing
     assert ModelConfig.from_dict({**base, "rope_scaling": None, "head_dim": None}).rope_scaling is None
+    new, plain = {"rope_type": "yarn", "rope_theta": 1e6, **yarn}, {"rope_type": "default", "rope_theta": 1e6}
+    for raw in ({"rope_theta": None, "rope_parameters": new}, {"rope_theta": 5.0, "rope_parameters": new},       # rope_parameters count, as in transformers
+                {"rope_scaling": {"type": "yarn", **yarn}, "rope_parameters": plain}, {"rope_scaling": new, "rope_parameters": new}):
+        assert ModelConfig.from_dict({**base, **raw}) == old
+    assert ModelConfig.from_dict({**base, "rope_theta": None, "rope_parameters": plain}).rope_theta == 1e6
+    fails(lambda: ModelConfig.from_dict({**base, "rope_scaling": {"type": "yarn", **yarn, "factor": 8.0}, "rope_parameters": new}), "rope_scaling", "another")
 
 
 def test_half_precision_decodes(tmp_path):
@@ -295,7 +313,7 @@ ATOMS = ["  ", " ", "\n", "\r\n", "\t", "   \n  ", "\xa0", "\u3000", "\x85", "\x
          "im_", "|>", "\ufeff", "\x00", "\U00010400", " world", "a" * 50, " " * 40, "0" * 30]
 QWEN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
         r"|\s*[\r\n]+|\s+(?!\S)|\s+")
-KINDS = ("qwen", "llama3", "gpt2", "smollm2", "two_splits", "gaps")
+KINDS = ("qwen", "llama3", "gpt2", "smollm2", "two_splits", "gaps", "some_bytes")
 
 
 def build(kind, folder, seed_text=TEXT):
@@ -311,11 +329,12 @@ def build(kind, folder, seed_text=TEXT):
         "llama3": lambda: pre.Sequence([split(QWEN.replace(r"|\p{N}|", r"|\p{N}{1,3}|")), bytelevel(False)]),
         "gpt2": lambda: bytelevel(True),
         "smollm2": lambda: pre.Sequence([pre.Digits(individual_digits=True), bytelevel(True)]),
+        "some_bytes": lambda: bytelevel(True),
         "two_splits": lambda: pre.Sequence([split(r"\p{N}{1,3}"), split("[一-龥]+"), split(QWEN), bytelevel(False)]),
         "gaps": lambda: pre.Sequence([split(r"\p{L}+|\d"), bytelevel(False)])}[kind]()
     tok.decoder = hf.decoders.ByteLevel()
     tok.train_from_iterator([seed_text], hf.trainers.BpeTrainer(
-        vocab_size=500, initial_alphabet=pre.ByteLevel.alphabet(), show_progress=False,
+        vocab_size=500, initial_alphabet=[] if kind == "some_bytes" else pre.ByteLevel.alphabet(), show_progress=False,
         special_tokens=["<|eot|>"] if kind == "gpt2" else []))
     tok.add_special_tokens([hf.AddedToken(s, special=True) for s in ("<|eot|>", "<|im_start|>", "<|im")])
     tok.add_tokens([hf.AddedToken("<think>", normalized=False), hf.AddedToken("é!"), hf.AddedToken("im_")])
@@ -440,6 +459,7 @@ def test_our_own_tokenizer_round_trips_and_opens_elsewhere(tmp_path):
     (lambda d: d["model"].update(end_of_word_suffix="</w>"), "end_of_word_suffix"),
     (lambda d: d["model"].pop("vocab"), "vocab"),
     (lambda d: d["model"]["vocab"].pop("Ġ"), "model."),
+    (lambda d: (d["model"]["vocab"].pop("À"), d["model"].update(unk_token="!")), "unk_token"),
     (lambda d: d["model"]["merges"].append(["zz", "q"]), "model.merges"),
     (lambda d: d.update(normalizer={"type": "Lowercase"}), '"Lowercase"'),
     (lambda d: d.update(pre_tokenizer={"type": "Metaspace"}), "Metaspace"),
@@ -815,7 +835,7 @@ def test_idle_decoders_are_reused_and_bounded(trained, monkeypatch):
     assert [*decode.idle.values()] == [first]
     steps = [decode.generate(target, drafter, [prompt], 20, decode.Sampling()) for prompt in ([1], [2])]    # two at a time do not share one
     assert {id(decoder) for pair in zip(*steps) for decoder in pair} > {id(first)}
-    assert first.nbytes == 4 * (2 * 2 * 256 * 16 * (4 + 2) + 256 * 5 * 32)                        # keys and values of 4 and 2 layers, features of 5 taps
+    assert first.nbytes == 4 * (2 * 2 * 256 * 16 * (4 + 2) + 256 * 4 * 32)                        # keys and values of 4 and 2 layers, features of 4 taps
     monkeypatch.setattr(decode, "KEPT_BYTES", 2 * first.nbytes)
     for batch in (1, 2, 1, 1):
         speculative(target, drafter, [[1]] * batch, 9, tree_budget=4)
@@ -1143,7 +1163,7 @@ def test_a_new_eagle_starts_as_the_targets_last_layer():
     target, _ = make_pair()
     drafter = Eagle3Drafter.for_target(target, block_size=4)
     drafter.init_weights(target, torch.Generator().manual_seed(0))
-    assert drafter.config.target_layer_ids == [1, 2, 2] and Eagle3Drafter.default_taps(36) == [1, 17, 32] and Eagle3Drafter.default_taps(1) == [0, 0, 0]
+    assert drafter.config.target_layer_ids == [1, 2, 3]
     attn, theirs = drafter.layers[0].self_attn, target.model.layers[5].self_attn
     for name in ("q_proj", "k_proj", "v_proj"):
         wide = getattr(attn, name).weight
@@ -1393,8 +1413,10 @@ def test_compile_on_the_command_line(gpu_preset):
     assert torch.cuda.is_available() or len([*gpu_preset.glob("compiled/**/*.main.so")]) >= 2, "a draft and a verification"
 
 
-TEMPLATE = ("{{ bos_token }}{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] | trim }}<|im_end|>\n{% endfor %}"
-            "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+TEMPLATE = ("{{ bos_token }}{% if tools is not none %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+            "{% if m['role'] == 'assistant' %}{% generation %}{% set x = 1 %}{{ m['content'] }}{% endgeneration %}"
+            "{% else %}{{ m['content'] | trim }}{% endif %}<|im_end|>\n{% endfor %}"
+            "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking is false %}<think></think>{% endif %}{% endif %}")
 
 
 @pytest.fixture(scope="module")
@@ -1415,57 +1437,154 @@ def pretrained(tmp_path_factory):
     return folder
 
 
-def test_chat_template_equals_transformers(pretrained):
+ASKED = [{"role": "system", "content": " Short. "}, {"role": "user", "content": "héllo <|im_end|> 你好"}]
+TOOLS = [{"type": "function", "function": {"name": "späť", "parameters": {}}}]
+
+
+@pytest.mark.parametrize("messages, tools, options", (
+    (ASKED, None, {}), (ASKED, TOOLS, {}), (ASKED, None, {"enable_thinking": False}), ([*ASKED, {"role": "assistant", "content": "a"}, *ASKED[1:]], None, {})))
+def test_chat_template_equals_transformers(messages, tools, options, pretrained):
     import transformers
-    messages = [{"role": "system", "content": " Short. "}, {"role": "user", "content": "héllo <|im_end|> 你好"}]
-    ours = Tokenizer.from_pretrained(pretrained)
-    theirs = transformers.AutoTokenizer.from_pretrained(pretrained)
-    assert ours.render_chat(messages) == theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert ours.encode(ours.render_chat(messages), special=True) == theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-    (pretrained / "chat_template.jinja").write_text("{{ raise_exception('no\nway') }}")
-    fails(lambda: Tokenizer.from_pretrained(pretrained).render_chat(messages), "no way")
-    (pretrained / "chat_template.jinja").write_text("{{ messages.__class__.__mro__ }}")           # the sandbox holds
-    fails(lambda: Tokenizer.from_pretrained(pretrained).render_chat(messages), "unsafe")
-    (pretrained / "chat_template.jinja").unlink()
+    ours, theirs = Tokenizer.from_pretrained(pretrained), transformers.AutoTokenizer.from_pretrained(pretrained)
+    ours.chat_options = options
+    text = theirs.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True, **options)
+    assert ours.render_chat(messages, tools) == text
+    assert encode_entries([{"messages": messages, "tools": tools}], ours, 0) == [theirs.apply_chat_template(messages, tools=tools, add_generation_prompt=True, **options)["input_ids"]]
+
+
+def test_chats_end_with_the_question(pretrained, capsys):
+    tokenizer = Tokenizer.from_pretrained(pretrained)
+    model.say_once.cache_clear()
+    model.compile_template.cache_clear()
+    for answer in ("yes", "no"):
+        assert tokenizer.render_chat([*ASKED, {"role": "assistant", "content": answer}]) == tokenizer.render_chat(ASKED)
+    assert capsys.readouterr().err.count("answer") == 2 and model.compile_template.cache_info().misses == 1    # one line, one compilation
+    fails(lambda: tokenizer.render_chat([{"role": "assistant", "content": "hello"}]), "nothing to answer")
+    for template, word in (("{{ raise_exception('no\nway') }}", "no way"), ("{{ messages.__class__.__mro__ }}", "unsafe"), ("{% nonsense %}", "nonsense")):
+        tokenizer.chat_template = template                                                        # the sandbox holds
+        fails(lambda: tokenizer.render_chat(ASKED), word)
+
+
+def test_entries_of_every_kind_of_file(tmp_path):
+    rows = [{"messages": [{"role": "user", "content": "a\u2028b"}], "prompt": None}, {"prompt": "c", "domain": "x"}, {"text": "d"}]
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    clean = [{key: value for key, value in row.items() if value} for row in rows]
+    for name, text in (("a.jsonl", "\n".join(lines)), ("b.jsonl", "\ufeff" + "\r\n\n".join(lines) + "\n"), ("c.json", json.dumps(rows, indent=1)), ("d.json", "\n".join(lines))):
+        (tmp_path / name).write_bytes(text.encode())
+        entries = read_entries(tmp_path / name)
+        assert entries == clean
+        assert entries[2].where == f"{tmp_path / name}" + {"a": ":3", "b": ":5", "c": ":3", "d": ":3"}[name[0]]
+    for line in ("{", "5", "{}", '{"messages": null}', '{"messages": "hi"}', '{"messages": [5]}', '{"prompt": 5}', '{"prompt": "x", "domain": 1}'):
+        (tmp_path / "a.jsonl").write_text(f"{lines[0]}\n{line}\n")
+        fails(lambda: read_entries(tmp_path / "a.jsonl"), "a.jsonl:2: ")
+    (tmp_path / "a.jsonl").write_bytes(b"\xff")
+    fails(lambda: read_entries(tmp_path / "a.jsonl"), "a.jsonl", "utf-8")
+
+
+def test_bad_entries_are_named_or_skipped(pretrained, capsys):
+    tokenizer = Tokenizer.from_pretrained(pretrained)
+    tokenizer.chat_template = "{{ raise_exception('no') }}"
+    good, bad = Entry(prompt="a"), [Entry(messages=[]), Entry(prompt=""), Entry(messages=ASKED)]
+    for n, entry in enumerate(bad):
+        entry.where = f"x.jsonl:{n}"
+        fails(lambda: encode_entries([good, entry], tokenizer, 8), entry.where)
+    rows = encode_entries([good, *bad, good], tokenizer, 8, skip_bad=True)
+    assert rows == [[tokenizer.bos_id, *tokenizer.encode("a")]] * 2 and "3 of 5" in capsys.readouterr().err
+
+
+def test_rendered_prompts(pretrained):
+    tokenizer = Tokenizer.from_pretrained(pretrained)
+    bos, text = tokenizer.bos_id, "<|im_start|>user\nhi"
+    ids = tokenizer.encode(text, special=True)
+    assert ids[0] == bos and encode_entries([{"prompt": text}], tokenizer, 8, rendered=True) == [ids]
+    assert encode_entries([{"prompt": "hi"}], tokenizer, 8, rendered=True) == [[bos, *tokenizer.encode("hi")]]
+    assert encode_entries([{"prompt": text}], tokenizer, 8) == [[bos, *tokenizer.encode(text)]]
+
+
+def test_options_of_the_template():
+    assert parse_options(["enable_thinking=false", "date=1 May", 'a={"b": [1]}', "c=x=y"]) == {"enable_thinking": False, "date": "1 May", "a": {"b": [1]}, "c": "x=y"}
+    for wrong in ("enable_thinking", "=1", "a b=1"):
+        fails(lambda: parse_options([wrong]), "--chat-options", wrong)
+
+
+@pytest.mark.parametrize("raw, cuts", (
+    ({"top_k": 20, "top_p": 0.8, "temperature": 0.7}, {"top_k": 20, "top_p": 0.8}), ({"top_k": 0, "top_p": 1.0}, {}), ({"top_k": None, "top_p": 0.95}, {"top_p": 0.95}), ({"top_k": -1}, {}),
+    ({"do_sample": True, "top_k": 1}, {"top_k": 1}), ({"do_sample": False, "top_k": 20}, {}), ({}, {})))
+def test_sampling_as_the_target_recommends(raw, cuts, tmp_path, capsys):
+    assert model.recommended_sampling(tmp_path) == {}
+    (tmp_path / "generation_config.json").write_text(json.dumps(raw))
+    assert model.recommended_sampling(tmp_path) == cuts
+    none, choose = {"top_k": None, "top_p": None}, functools.partial(model.choose_sampling, tmp_path)
+    model.say_once.cache_clear()
+    assert choose((0.0,)) == none and not capsys.readouterr().err
+    assert choose((0.0, 0.7)) == none | cuts and ("generation_config.json" in capsys.readouterr().err) == bool(cuts)
+    assert choose((1.0,), 5, 0.5) == {"top_k": 5, "top_p": 0.5} and choose((1.0,), 0, 1.0) == {"top_k": None, "top_p": 1.0} and not capsys.readouterr().err
 
 
 def test_a_drafter_for_a_pretrained_target(pretrained, data, tmp_path, capsys):
     chats = tmp_path / "chats.jsonl"
     lines = [{"messages": [{"role": "user", "content": f"Say {i}."}]} for i in range(60)] + [{"prompt": f"One, two, {i}"} for i in range(60)]
     chats.write_text("".join(json.dumps(line) + "\n" for line in lines + lines[:30]))
-    out = tmp_path / "out"
+    folder, out = tmp_path / "folder", tmp_path / "out"
+    shutil.copytree(data, folder)
+    (folder / "more.jsonl").write_text('{"messages": [], "prompt": null}\n' + '\n'.join('{"prompt": "From a folder %d"}' % i for i in range(9)))
+    (pretrained / "generation_config.json").write_text('{"top_k": 30, "top_p": 0.9, "eos_token_id": %d}' % Tokenizer.from_pretrained(pretrained).eos_id)
+    options = ["--chat-options", "enable_thinking=false"]
     flags = ["--target", str(pretrained), "--out", str(out), "--sequence-length", "64", "--response-tokens", "24", "--prompt-tokens", "16", "--response-batch", "32", "--anchors", "8",
              "--draft-layers", "1", "--block-size", "4", "--draft-batch", "16", "--epochs", "2", "--prompts", "2", "--device", "cpu", "--no-compile"]
-    train.main([*flags, "--data", str(chats), str(data)])
+    fails(lambda: train.main([*flags, *options, "--data", str(chats), str(folder)]), "more.jsonl:1", "messages")    # at the start
+    model.say_once.cache_clear()
+    train.main([*flags, *options, "--data", str(chats), str(folder), "--skip-bad", "--taps", "7"])
+    printed = capsys.readouterr()
+    assert "'top_k': 30, 'top_p': 0.9" in printed.err and "1 of " in printed.err and "5 taps, not 7" in printed.out
     drafter = json.loads((out / "drafter" / "config.json").read_text())
     vocab = json.loads((pretrained / "config.json").read_text())["vocab_size"]
     assert drafter["dflash_config"]["mask_token_id"] == vocab - 9 and not (out / "target").exists()  # the first padded row
-    held = {json.dumps(entry) for entry in model.read_lines(out / "heldout.jsonl")}
+    assert drafter["dflash_config"]["chat_options"] == {"enable_thinking": False} and drafter["dflash_config"]["target_layer_ids"] == [0, 1, 2, 3, 4]
+    held = {json.dumps(entry) for entry in model.read_entries(out / "heldout.jsonl")}
     assert held and len(held) < 0.15 * len(lines)
     tokens = torch.cat([load_file(file)["tokens"] for file in (out / "responses").glob("*.safetensors")])
     assert drafter["dflash_config"]["mask_token_id"] < vocab and tokens.max() < vocab
     how = ["--target", str(pretrained), "--drafter", str(out / "drafter"), "--out", str(tmp_path / "bench"), "--max-new-tokens", "12"]
-    decode.main([*how, "--prompt", "Say 3.", "--chat"])
+    asked = []
+    with pytest.MonkeyPatch.context() as patch:
+        encode = decode.encode_prompt
+        patch.setattr(decode, "encode_prompt", lambda *args: asked.append(encode(*args)) or asked[-1])
+        for given in ([], options, ["--chat-options", "enable_thinking=true"]):
+            decode.main([*how, "--prompt", "Say 3.", "--chat", *given])
+    assert asked[0] == asked[1] != asked[2]                                                        # the drafter remembers what it was trained with
     decode.main([*how, "--bench", "--data", str(chats), "--prompts", "2"])
     decode.main([*how, "--bench", "--data", str(data / "a.txt"), "--prompts", "2", "--prompt-tokens", "10"])
     assert "identical" in capsys.readouterr().out
     assert all(row["identical"] == 1 for row in json.loads((tmp_path / "bench" / "report.json").read_text())["results"])
     done = run_train(*flags, "--data", chats, data, "--mask-token", "<|nope|>", "--out", tmp_path / "other", check=False)
     assert done.returncode == 2 and "<|nope|>" in done.stderr and "Traceback" not in done.stderr
-    chats.write_text('{"messages": []')
-    done = run_train(*flags, "--data", chats, "--out", tmp_path / "other", check=False)
-    assert done.returncode == 2 and "line 1" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_the_mask_token_is_one_that_no_text_uses():
-    pick = lambda specials, given=None, size=400: train.mask_token(
-        train.parse([*TINY] + (["--mask-token", given] if given else [])), 400, Tokenizer.from_merges(MERGES[:size - 256 - len(specials)], specials))
-    assert pick(["<|end|>"], size=380) == 380                                                      # the first padded row
-    assert pick(["<|end|>", "<|im_start|>", "<|reserved_7|>"]) == 399
-    assert pick(["<|end|>", "<|tool|>"], "<|tool|>") == 399 and pick(["<|end|>"], "17") == 17
-    fails(lambda: pick(["<|end|>", "<|tool|>"]), "--mask-token")
-    for unknown in ("<|nope|>", "400", "x1"):
-        fails(lambda: pick(["<|end|>"], unknown), unknown)
+@pytest.mark.parametrize("token, size, specials, given", (
+    (380, 380, ["<|end|>"], None), (399, 400, ["<|end|>", "<|im_start|>", "<|reserved_7|>"], None), (399, 400, ["<|end|>", "<|tool|>"], "<|tool|>"), (17, 400, ["<|end|>"], "17"),
+    (399, 402, ["<|end|>", "<|mask_1|>", "<|mask_2|>", "<|mask_3|>"], None)))                    # the first padded row, or a spare token; 402: two lie outside the embedding
+def test_the_mask_token_is_one_that_no_text_uses(token, size, specials, given):
+    tokenizer = Tokenizer.from_merges(MERGES[:size - 256 - len(specials)], specials)
+    assert pick_mask_token(tokenizer, 400, given) == token
+
+
+def test_the_mask_tokens_refusal_says_what_there_is():
+    tokenizer = Tokenizer.from_merges(MERGES[:400 - 256 - 5], ["<|end|>", "<|a|>", "<|b|>", "<|c|>", "<|mask|>"])
+    tokenizer.chat_template = "<|a|>"
+    with pytest.raises(UserError) as error:
+        pick_mask_token(tokenizer, 400, prompts=[[397], [1, 399]])
+    assert str(error.value).endswith(": <|c|>") and "--mask-token" in str(error.value)
+    fails(lambda: pick_mask_token(tokenizer, 399), "--mask-token", "<|b|>, <|c|>")               # the special token made for it lies outside
+    for given in ("<|nope|>", "400", "x1", "-1"):
+        fails(lambda: pick_mask_token(tokenizer, 400, given), "--mask-token", given, "400")
+    fails(lambda: pick_mask_token(tokenizer, 399, "<|mask|>"), "<|mask|>", "399")
+
+
+def test_texts_of_every_kind_of_file(tmp_path):
+    for name, data in (("a.txt", "a\ufffdb".encode()), ("b.txt", b"\xff\xfe"), ("c.txt", b"\0x"), ("d.txt", b"\xef\xbb\xbfd\r\n"), ("e.jsonl", b'{"text": "e"}\n{"text": "f"}')):
+        (tmp_path / name).write_bytes(data)
+    assert [text for _, text in train.find_texts([tmp_path], None)] == ["a\ufffdb", "d\n", "e", "f"]
 
 
 def test_repeated_documents_are_dropped_before_the_split(tmp_path):
@@ -1519,16 +1638,37 @@ def test_bad_checkpoints(tmp_path):
 def test_a_drafter_of_another_target(tmp_path):
     target, drafter = make_pair()
     drafter.save_pretrained(tmp_path / "d")
-    for field, value in dict(vocab_size=80, hidden_size=64, num_hidden_layers=8, num_attention_heads=2, num_key_value_heads=1, head_dim=32).items():
-        name = "num_target_layers" if field == "num_hidden_layers" else field
+    make_baseline("eagle3", target).save_pretrained(tmp_path / "e")
+    make_baseline("ar", target).save_pretrained(tmp_path / "a")
+    for field, value in dict(hidden_size=64, num_hidden_layers=8).items():
         other = Transformer(ModelConfig(**{**vars(target.config), field: value}))
-        fails(lambda: DFlashDrafter.from_pretrained(tmp_path / "d", other), "another target", name)
+        name = "num_target_layers" if field == "num_hidden_layers" else field
+        fails(lambda: DFlashDrafter.from_pretrained(tmp_path / "d", other), "another target", name, str(value))
+    other = random_weights(Transformer(ModelConfig(**{**vars(target.config), "vocab_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32})), 0)
+    for folder in ("d", "e"):                                                                     # no embedding and no head: neither vocabulary nor head layout matters
+        foreign = load_drafter(tmp_path / folder, other)
+        assert speculative(other, foreign, PROMPTS, 12).tokens == autoregressive(other, PROMPTS, 12).tokens
+    fails(lambda: load_drafter(tmp_path / "a", other), "another target", "vocab_size")
+    fails(lambda: load_drafter(tmp_path / "d", Transformer(ModelConfig(**{**vars(target.config), "vocab_size": 60}))), "mask_token_id", "60")
     target.save_pretrained(tmp_path / "t")
     fails(lambda: DFlashDrafter.from_pretrained(tmp_path / "t", target), "not a DFlash drafter")
-    config = json.loads((tmp_path / "d" / "config.json").read_text())
-    for change, word in (({"mask_token_id": 61}, "mask_token_id"), ({"target_layer_ids": [1, 6]}, "target_layer_ids"), ({"target_layer_ids": 5}, "target_layer_ids")):
-        (tmp_path / "d" / "config.json").write_text(json.dumps({**config, "dflash_config": {**config["dflash_config"], **change}}))
-        fails(lambda: DFlashDrafter.from_pretrained(tmp_path / "d", target), word)
+
+
+@pytest.mark.parametrize("place, field, value", (
+    ("dflash_config", "mask_token_id", 61), ("dflash_config", "target_layer_ids", [1, 6]), ("dflash_config", "target_layer_ids", 5), ("dflash_config", "causal", True),
+    ("dflash_config", "selector_rank", 8), ("dflash_config", "something_new", 1), ("dflash_config", "injection", "x"), ("dflash_config", "chat_options", [1]), (None, "is_causal", True),
+    (None, "sample_from_anchor", True), (None, "final_logit_softcapping", 30.0), (None, "output_multiplier", 0.5), (None, "conv_kernel_size", 4), (None, "architectures", ["DFlash2DraftModel"]),
+    (None, "layer_types", ["sliding_attention"]), (None, "dflash_config", 5)))
+def test_drafter_fields_that_are_refused(place, field, value, tmp_path):
+    target, drafter = make_pair()
+    drafter.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    change = {field: value} if place is None else {place: {**config[place], field: value}}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+    fails(lambda: DFlashDrafter.from_pretrained(tmp_path, target), field, "config.json", json.dumps(value).strip('[]"'))
+    harmless = {**config["dflash_config"], "causal": False, "selector_rank": None, "something_new": None}
+    (tmp_path / "config.json").write_text("\ufeff" + json.dumps({**config, "is_causal": False, "dflash_config": harmless}), encoding="utf-8")
+    assert DFlashDrafter.from_pretrained(tmp_path, target).config == drafter.config
 
 
 @pytest.mark.parametrize("prompts, options, words", (
@@ -1543,8 +1683,10 @@ def test_bad_training_input(data, tmp_path):
     empty.mkdir()
     short.write_text("too short")
     binary.write_bytes(b"\0\1")
+    (tmp_path / "chats").mkdir()
+    (tmp_path / "chats" / "a.jsonl").write_text('{"prompt": "x"}')
     flags = ["--out", str(tmp_path / "out"), *TINY]
-    for paths, word in (([tmp_path / "nowhere"], "no such file"), ([empty], "text"), ([binary], "text"), ([short], "sequence")):
+    for paths, word in (([tmp_path / "nowhere"], "no such file"), ([empty], "text"), ([binary], "text"), ([short], "sequence"), ([tmp_path / "chats"], "--target")):
         fails(lambda: train.main(["--data", *map(str, paths), *flags]), word)
     for flag, value in (("--kv-heads", "3"), ("--block-size", "1"), ("--batch", "0"), ("--device", "nonsense"), ("--seed", "-1"), ("--vocab-size", "100"), ("--heads", "0"), ("--gamma", "0"),
                         ("--response-minutes", "nan"), ("--temperatures", "-1"), ("--mask-token", "zz"), ("--response-tokens", "5000")):
@@ -1566,6 +1708,10 @@ def test_a_nan_loss_stops_and_keeps_the_checkpoint(tmp_path):
 def test_command_line_errors_are_one_line(tmp_path):
     done = run_script("decode.py", "--out", tmp_path, "--prompt", "x", check=False)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "config.json" in done.stderr
+    for text in ("'x' * 10**6", "'x'"):                                                            # a pipe that closes early, in the run and at its end
+        code = f"import model; model.run_command(lambda: print({text}))"
+        piped = subprocess.run(["bash", "-c", f'"{sys.executable}" -c "{code}" | true'], capture_output=True, text=True, cwd=HERE)
+        assert piped.stderr == ""
 
 
 def test_the_readme_points_at_the_right_lines():

@@ -37,10 +37,10 @@ from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
 from decode import autoregressive, benchmark, cycle_ms, idle, run_benchmark
-from drafter import DRAFTERS, default_taps, sample_anchors
+from drafter import DRAFTERS, default_taps, pick_mask_token, sample_anchors
 from kernels import allow_recompiling, has_compiler
-from model import (CODE_PATTERN, MLP, DecoderLayer, ModelConfig, RMSNorm, Tokenizer, Transformer, UserError, encode_prompt, find_device,
-                   read_json, read_lines, read_prompts, run_command, stop_tokens, write_json, write_whole)
+from model import (CODE_PATTERN, MLP, DecoderLayer, ModelConfig, RMSNorm, Tokenizer, Transformer, UserError, atomic_write, choose_sampling,
+                   encode_entries, find_device, parse_options, read_entries, read_json, read_prompts, read_text, run_command, stop_tokens, write_json)
 
 MASK_TOKEN = "<|mask|>"
 END_TOKEN = "<|endoftext|>"
@@ -113,24 +113,42 @@ def default_corpus(preset):
     return (folders, (".pyi",)) if preset == "cpu" else ([*folders, sysconfig.get_paths()["stdlib"]], (".py", ".pyi"))
 
 
-def find_texts(paths, suffixes):
-    """(path, text) of every file to read, in an order that is the same on every machine."""
+def find_texts(paths, suffixes, entries=None):
+    """(path, text) of every file to read, in an order that is the same on every machine. entries: a list that takes the rows of .jsonl
+    files, and of .json files given by name; None: of .jsonl files only rows of text can be read."""
     for path in map(Path, paths):
         if not path.exists():
             raise UserError(f"{path}: no such file or folder; --data takes text files and folders")
         names = sorted(p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file())
         names = [n for n in names if not re.search(r"(^|/)(\.|site-packages/)", n) and n.endswith(tuple(suffixes or [""]))]
-        texts = [(p, p.read_bytes().decode("utf-8", "replace")) for p in ([path] if path.is_file() else [path / n for n in names])]
-        texts = [(p, t.replace("\r\n", "\n")) for p, t in texts if t.strip() and "\0" not in t and "\ufffd" not in t]
-        if not texts:
+        files = [path] if path.is_file() else [path / n for n in names]
+        tables = [p for p in files if p.suffix == ".jsonl" or entries is not None and p == path and p.suffix == ".json"]
+        rows = [row for p in tables for row in read_entries(p)]
+        texts = [(p, text) for p in files if p not in tables for text in texts_of(p)]
+        if entries is not None:
+            entries += rows
+        elif not all("text" in row for row in rows):
+            raise UserError(f"{path}: holds chats or prompts in {tables[0].name}, not text; to train a drafter on them give its --target")
+        else:
+            texts += [(path, row["text"]) for row in rows]
+        if not texts and not rows:
             raise UserError(f"{path}: holds no {' or '.join(suffixes or ('UTF-8',))} text; give files or folders with some")
         yield from texts
 
 
-def read_corpus(paths, suffixes=None):
+def texts_of(path):
+    """A file's text, if it is UTF-8 and not empty, else nothing."""
+    try:
+        text = read_text(path)
+    except UserError:
+        return []
+    return [text] if text.strip() and "\0" not in text else []
+
+
+def read_corpus(paths, suffixes=None, entries=None):
     """Documents in a fixed order, without repetitions: of pieces that differ in white space alone, the first stays."""
     documents, seen = [], {""}
-    for path, text in find_texts(paths, suffixes):
+    for path, text in find_texts(paths, suffixes, entries):
         python, tests = path.suffix in (".py", ".pyi"), "numpy/typing/tests" in path.as_posix()
         last = None
         for piece in cut_python(text) if python else cut_text(text, DOCUMENT):
@@ -146,7 +164,7 @@ def read_corpus(paths, suffixes=None):
             else:
                 documents.append(Document(domain, piece))
             last = domain
-    if not documents:
+    if not documents and not entries:
         raise UserError("the corpus is empty; --data takes UTF-8 text files and folders")
     return documents
 
@@ -310,7 +328,7 @@ class Run:
             lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
             after = re.compile(rf'{{"stage": "{stage}", "step": (\d+),')
             kept = [line for line in lines if line.endswith("\n") and not ((m := after.match(line)) and int(m[1]) > step)]
-            write_whole(file, lambda name: Path(name).write_text("".join(kept), encoding="utf-8"))
+            atomic_write(file, lambda name: Path(name).write_text("".join(kept), encoding="utf-8"))
 
     def bar(self, total, name, unit="step", initial=0):
         return tqdm(total=total, desc=name, unit=unit, initial=initial, disable=not self.main, dynamic_ncols=True)
@@ -366,7 +384,7 @@ def save_checkpoint(file, module, optimizers, step):
         for j, p in enumerate(optimizer.param_groups[0]["params"]):
             tensors |= {f"optimizer.{i}.{j}.{key}": value for key, value in optimizer.state[p].items()}
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    write_whole(file, lambda name: save_file(tensors, name, metadata={"step": str(step)}))
+    atomic_write(file, lambda name: save_file(tensors, name, metadata={"step": str(step)}))
 
 
 def load_checkpoint(file, module, optimizers):
@@ -527,7 +545,7 @@ def make_text(run, args):
 
 
 def write_lines(path, entries):
-    write_whole(path, lambda name: Path(name).write_text("".join(json.dumps(entry) + "\n" for entry in entries), encoding="utf-8"))
+    atomic_write(path, lambda name: Path(name).write_text("".join(json.dumps(entry) + "\n" for entry in entries), encoding="utf-8"))
 
 
 def epoch_places(step, batch, rows):
@@ -606,18 +624,22 @@ def pretrained_target(run, args):
     tokenizer = Tokenizer.from_pretrained(args.target)
     if not args.data:
         raise UserError("--target needs --data: text files or folders, or .jsonl files with a prompt or messages a line")
-    chats = [path for path in args.data if path.endswith(".jsonl")]
-    texts = [path for path in args.data if path not in chats]
-    entries = [entry for path in chats for entry in read_lines(path)] + [d._asdict() for d in (read_corpus(texts, args.suffixes) if texts else [])]
+    entries = []
+    documents = read_corpus(args.data, args.suffixes, entries)
+    entries += [d._asdict() for d in documents]
     entries = list({json.dumps(entry, sort_keys=True): entry for entry in entries}.values())      # repetitions would reach both sides
     training, heldout = hold_out(entries, lambda entry: json.dumps(entry, sort_keys=True), args.seed)
     room = args.sequence_length - args.response_tokens
-    prompts = [encode_prompt(entry, tokenizer, args.prompt_tokens) for entry in training]
-    prompts = [prompt for prompt in prompts if 0 < len(prompt) <= room]
+    tokenizer.chat_options = parse_options(args.chat_options)
+    how = {"rendered": args.rendered, "skip_bad": args.skip_bad}
+    prompts = encode_entries(training, tokenizer, args.prompt_tokens, **how)
+    encode_entries(heldout, tokenizer, args.prompt_tokens, **how)                # a bad one is named now, not at the final benchmark
+    prompts = [prompt for prompt in prompts if len(prompt) <= room]
     if not prompts:
         raise UserError(f"--data holds no prompt of at most {room} tokens (--sequence-length less --response-tokens)")
     weights = sorted((file.name, file.stat().st_size) for file in Path(args.target).glob("*.safetensors"))
-    return target, tokenizer, prompts, {"target": str(Path(args.target).resolve()), "weights": fingerprint([str(weights), (Path(args.target) / "config.json").read_text()]),
+    args.cuts = choose_sampling(args.target, args.temperatures, args.top_k, args.top_p)
+    return target, tokenizer, prompts, {**args.cuts, "chat_options": tokenizer.chat_options, "target": str(Path(args.target).resolve()), "weights": fingerprint([str(weights), (Path(args.target) / "config.json").read_text()]),
                                         "prompts": fingerprint([str(prompts)]), "seed": args.seed}, heldout
 
 
@@ -637,11 +659,11 @@ def make_responses(run, args, target, tokenizer, prompts, upstream):
 
     def write_part(n):
         batch = prompts[n * rows:(n + 1) * rows]
-        out = autoregressive(writer, batch, args.response_tokens, temperature=args.temperatures[n % len(args.temperatures)], stop_ids=stops,
+        out = autoregressive(writer, batch, args.response_tokens, temperature=args.temperatures[n % len(args.temperatures)], stop_ids=stops, **args.cuts,
                              seed=[(args.seed * 1_000_003 + n) * rows + i for i in range(len(batch))])
         ids = [torch.tensor(p + t, dtype=torch.int32) for p, t in zip(batch, out.tokens)]
         tensors = {"tokens": torch.cat(ids), "length": torch.tensor([len(row) for row in ids]), "prompt": torch.tensor([len(p) for p in batch])}
-        write_whole(file_of(n), lambda name: save_file(tensors, name))
+        atomic_write(file_of(n), lambda name: save_file(tensors, name))
 
     if not finished(run, "responses", settings):
         folder.mkdir(exist_ok=True)
@@ -687,20 +709,9 @@ def corpus_rows(args, ids):
     return rows, (torch.arange(rows.shape[1]) >= args.prompt_tokens).expand(rows.shape)
 
 
-def mask_token(args, vocab_size, tokenizer):
-    """The id that stands for "to be drafted": --mask-token, else an id of the padded embedding that no token uses, else a special token
-    that no text uses. Text may still contain it: it is only ever the drafter's input, nothing is stripped."""
-    if args.mask_token is not None:
-        known = tokenizer.special_ids.get(args.mask_token)
-        if known is None and not (args.mask_token.isdecimal() and int(args.mask_token) < vocab_size):
-            raise UserError(f"--mask-token {args.mask_token}: neither a special token of this tokenizer nor an id below {vocab_size}")
-        return int(args.mask_token) if known is None else known
-    if tokenizer.vocab_size < vocab_size:
-        return tokenizer.vocab_size
-    for name, token in tokenizer.special_ids.items():
-        if re.search(r"mask|reserved|unused|extra", name, re.I):
-            return token
-    raise UserError("the tokenizer has no unused token for the drafter's mask; name one that no text uses with --mask-token")
+def mask_token(args, vocab_size, tokenizer, prompts=()):
+    """See `pick_mask_token`."""
+    return pick_mask_token(tokenizer, vocab_size, args.mask_token, prompts)
 
 
 def train_drafter(run, args, target, tokenizer, ids, trainable, upstream):
@@ -711,8 +722,11 @@ def train_drafter(run, args, target, tokenizer, ids, trainable, upstream):
     stage = kind.folder
     if finished(run, stage, settings):
         return kind.from_pretrained(run.out / stage, target), settings
+    taps = default_taps(target.config.num_hidden_layers, args.taps)
+    if is_dflash and len(taps) < args.taps and run.main:
+        print(f"drafter: the target has {len(taps)} layers, so there are {len(taps)} taps, not {args.taps}")
     drafter = kind.for_target(target, num_layers=args.draft_layers, block_size=args.block_size, mask_token_id=mask_token(args, target.config.vocab_size, tokenizer),
-                              target_layer_ids=default_taps(target.config.num_hidden_layers, args.taps), injection=args.injection)    # the baselines take what they need
+                              target_layer_ids=taps, injection=args.injection, chat_options=tokenizer.chat_options)    # the baselines take what they need
     drafter.init_weights(target, generator(args.seed, 3))
     drafter.to(run.device)
     target.requires_grad_(False)
@@ -866,6 +880,11 @@ def parse(argv=None):
     p.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True, help="torch.compile the training steps")
     p.add_argument("--float32", action="store_true", help="train in float32 where bfloat16 would be faster")
     p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--chat-options", nargs="+", default=[], metavar="KEY=VALUE", help="--target: keywords of the chat template, as enable_thinking=false; the drafter remembers them")
+    p.add_argument("--rendered", action="store_true", help="--target: prompts are rendered already: special tokens count as such")
+    p.add_argument("--skip-bad", action="store_true", help="--target: go on without prompts that can't be used")
+    p.add_argument("--top-k", type=int, metavar="K", help="of the responses; 0: all (default: what --target recommends)")
+    p.add_argument("--top-p", type=float, metavar="P", help="of the responses; 1: all (default: what --target recommends)")
     for name, kind, text in (
             ("vocab-size", int, "tokens of the tokenizer"), ("layers", int, "of the target"), ("hidden-size", int, "of target and drafter"),
             ("intermediate-size", int, "of their MLPs"), ("heads", int, "query heads"), ("kv-heads", int, "key-value heads"),
@@ -889,6 +908,7 @@ def parse(argv=None):
         p.add_argument(name, type=learning_rate, nargs=2, metavar=("MUON", "ADAMW"), help="MUON may be none: AdamW for all")
     p.add_argument("--prompts", type=int, default=8, metavar="N", help="benchmark: prompts a domain")
     args = p.parse_args(argv)
+    args.cuts = {"top_k": args.top_k or None, "top_p": args.top_p}
     args.device = find_device(args.device)
     args.preset = "pretrained" if args.target else args.preset or ("gpu" if args.device.type == "cuda" else "cpu")
     timed, args.taps = args.drafter_minutes or args.drafter_steps, args.taps or 5
@@ -926,7 +946,7 @@ def stages(run, args):
     """Everything that the arguments ask for, each stage where its result is not there yet."""
     if args.target:
         target, tokenizer, prompts, settings, heldout = pretrained_target(run, args)
-        mask_token(args, target.config.vocab_size, tokenizer)                    # refused now, not after hours
+        args.mask_token = str(mask_token(args, target.config.vocab_size, tokenizer, prompts))    # refused now, not after hours
     else:
         tokenizer, ids, heldout, settings = make_text(run, args)
         mask_token(args, tokenizer.vocab_size, tokenizer)
@@ -949,7 +969,8 @@ def stages(run, args):
             if run.device.type == "cuda" and run.bfloat16:                       # as users would; float32 is decode.py's --dtype away
                 target, drafter = target.to(torch.bfloat16), drafter.to(torch.bfloat16)
             run_benchmark(run.out, target, {"dflash": drafter}, tokenizer, run.out / "heldout.jsonl", prompts=args.prompts,
-                          prompt_tokens=args.prompt_tokens, max_new_tokens=min(192, args.response_tokens))
+                          prompt_tokens=args.prompt_tokens, max_new_tokens=min(192, args.response_tokens),
+                          rendered=args.rendered, skip_bad=args.skip_bad, **args.cuts)
         finish(run, "benchmark", settings)
 
 
