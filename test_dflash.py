@@ -1,5 +1,6 @@
 """python -m pytest -q test_dflash.py      (one and a half to three minutes on two CPU cores; CUDA and transformers tests skip where there is none)"""
 import collections
+import functools
 import itertools
 import json
 import math
@@ -1481,6 +1482,102 @@ def test_repeated_documents_are_dropped_before_the_split(tmp_path):
         own = {" ".join(d.text.split())[i:i + 50] for i in range(len(" ".join(d.text.split())) - 49)}
         some = random.Random(0).sample(sorted(own), min(40, len(own)))
         assert sum(piece in text for piece in some) <= 0.75 * len(some)                           # at most half of all: a sample of 40 may say a little more
+
+
+# ---- training as on CUDA, without a GPU --------------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def in_cudas_form(monkeypatch):
+    """Training's masks and attention as on CUDA, compiled up to where kernels would be written: a function to switch it on for a module. Run by
+    PyTorch's own operators, whose gradients FlexAttention's front alone refuses on the CPU."""
+    monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *args: None)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    kernels.compiled.cache_clear()
+
+    def switch_on(module):
+        for layer in filter(lambda part: isinstance(part, model.DecoderLayer), module.modules()):
+            layer.compile()
+        for place in (kernels, model, drafter_module):
+            monkeypatch.setattr(place, "make_mask", lambda mask_mod, B, Q, KV, device, dtype: kernels.compiled(create_block_mask)(mask_mod, B, None, Q, KV, device=device))
+    yield switch_on
+    kernels.compiled.cache_clear()
+    torch._dynamo.reset()
+
+
+def graphs_compiled(steps):
+    """How many each call adds."""
+    counts = [torch._dynamo.utils.counters["stats"]["unique_graphs"]]
+    for step in steps:
+        step()
+        counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    return [b - a for a, b in zip(counts, counts[1:])]
+
+
+@pytest.mark.parametrize("stage", ("target", "drafter"))
+def test_training_in_cudas_form_has_the_dense_paths_gradients(stage, in_cudas_form, monkeypatch):
+    target, drafter = make_pair(layers=2)
+    module = target if stage == "target" else drafter
+
+    def gradients(step):
+        g = torch.Generator().manual_seed(step)                                                   # new text and new anchors each step
+        ids, trainable = torch.randint(60, (2, 150), generator=g), torch.ones(2, 150, dtype=torch.bool)    # more than a tile of 128 queries
+        if module is target:
+            loss = F.cross_entropy(target.logits(target(ids)[0][:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+        else:
+            with torch.no_grad():
+                hidden, features = target(ids, taps=drafter.config.target_layer_ids)
+            loss = drafter.loss(target, ids, features, trainable, *sample_anchors(trainable, 20, g), hidden)[0]
+        return torch.cat([grad.flatten() for grad in torch.autograd.grad(loss, list(module.parameters()))])
+    dense, found = [gradients(step) for step in range(3)], []
+    in_cudas_form(module)
+    compiled = graphs_compiled([lambda step=step: found.append(gradients(step)) for step in range(3)])
+    assert compiled[0] >= 2 and compiled[1:] == [0, 0], "a mask and a layer in the first step, then none"
+    different = lambda a, b: (a - b).norm() / a.norm()
+    assert max(map(different, dense, found)) < 1e-4
+    # Planted: one key too many is seen in the gradients, a number of the step's in a mask as a graph a step.
+    monkeypatch.setattr(model, "causal", lambda positions: kernels.causal((positions[:1] + 1).expand_as(positions)))
+    monkeypatch.setattr(drafter_module, "dflash_training", lambda anchors, *sizes: kernels.dflash_training(anchors + 1, *sizes))
+    assert different(dense[0], gradients(0)) > 1e-2
+    mask = lambda step: kernels.make_mask(lambda b, h, q_idx, kv_idx: kv_idx <= q_idx + step, 2, 150, 150, "cpu", None)
+    assert graphs_compiled([lambda step=step: mask(step) for step in (2, 3)]) == [1, 1]
+
+
+@pytest.mark.parametrize("labels", ("soft", "hard"))
+@pytest.mark.parametrize("stored", (torch.float32, torch.bfloat16))
+def test_every_mix_of_dtypes_trains(stored, labels, tmp_path, monkeypatch):
+    """--target with files of either dtype, on a CPU with and without products in bfloat16 and, as far as dtypes go, on CUDA; --float32 or not."""
+    config = ModelConfig(vocab_size=300, hidden_size=32, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1, head_dim=16)
+    random_weights(Transformer(config), 0).to(stored).save_pretrained(tmp_path / "target")
+    Tokenizer.from_merges(MERGES[:20], ["<|end|>"]).save_pretrained(tmp_path / "target")
+    (tmp_path / "text.txt").write_text("\n\n".join(f"{i} times {i} is {i * i}, " * 80 for i in range(30)))
+    flags = ["--target", str(tmp_path / "target"), "--data", str(tmp_path / "text.txt"), *TINY[TINY.index("--response-batch"):], "--responses", "4",
+             "--response-tokens", "6", "--labels", labels, "--drafter-steps", "1"]
+    original, asked = Transformer.from_pretrained, []
+    monkeypatch.setattr(train, "run_benchmark", lambda *args, **how: None)
+
+    def dtype_on_cuda(*more):
+        """What train.py would load the target in: the first thing it asks of a device."""
+        class Asked(Exception):
+            pass
+
+        def ask(path, *, device, dtype=None):
+            asked.append(dtype or stored)
+            raise Asked
+        with monkeypatch.context() as patch, pytest.raises(Asked):
+            patch.setattr(train, "find_device", torch.device)
+            patch.setattr(torch.cuda, "set_device", lambda device: None)
+            patch.setattr(train.Transformer, "from_pretrained", ask)
+            train.main([*flags, *more, "--device", "cuda", "--out", str(tmp_path / "asked")])
+        return asked[-1]
+    for machine, more in itertools.product(("cuda", "bfloat16", "plain"), ([], ["--float32"])):
+        dtype = dtype_on_cuda(*more) if machine == "cuda" else None
+        monkeypatch.setattr(train, "has_bfloat16", lambda: machine != "plain")
+        monkeypatch.setattr(train.Transformer, "from_pretrained", lambda path, *, device, dtype=None, on_cuda=dtype: original(path, device=device, dtype=on_cuda or dtype))
+        for kind in ("dflash", "eagle3", "ar"):
+            out = tmp_path / f"{machine} {more}"
+            train.main([*flags, *more, "--drafter", kind, "--out", str(out)])
+            assert math.isfinite(json.loads((out / "log.jsonl").read_text().splitlines()[-1])["loss"])
+    assert asked == [torch.bfloat16, torch.float32]
 
 
 # ---- bad input: one line, exit status 2, nothing lost ------------------------------------------------------------------------------------------
