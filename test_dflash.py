@@ -1534,11 +1534,11 @@ def test_training_in_cudas_form_has_the_dense_paths_gradients(stage, in_cudas_fo
     assert compiled[0] >= 2 and compiled[1:] == [0, 0], "a mask and a layer in the first step, then none"
     different = lambda a, b: (a - b).norm() / a.norm()
     assert max(map(different, dense, found)) < 1e-4
-    # Planted: one key too many is seen in the gradients, a number of the step's in a mask as a graph a step.
+    # Planted: one key too many shows in the gradients, a step's own number in the mask's code as a graph a step.
     monkeypatch.setattr(model, "causal", lambda positions: kernels.causal((positions[:1] + 1).expand_as(positions)))
     monkeypatch.setattr(drafter_module, "dflash_training", lambda anchors, *sizes: kernels.dflash_training(anchors + 1, *sizes))
     assert different(dense[0], gradients(0)) > 1e-2
-    mask = lambda step: kernels.make_mask(lambda b, h, q_idx, kv_idx: kv_idx <= q_idx + step, 2, 150, 150, "cpu", None)
+    mask = lambda step: kernels.make_mask(eval(f"lambda b, h, q_idx, kv_idx: kv_idx <= q_idx + {step}"), 2, 150, 150, "cpu", None)
     assert graphs_compiled([lambda step=step: mask(step) for step in (2, 3)]) == [1, 1]
 
 
@@ -1578,6 +1578,9 @@ def test_every_mix_of_dtypes_trains(stored, labels, tmp_path, monkeypatch):
             train.main([*flags, *more, "--drafter", kind, "--out", str(out)])
             assert math.isfinite(json.loads((out / "log.jsonl").read_text().splitlines()[-1])["loss"])
     assert asked == [torch.bfloat16, torch.float32]
+    monkeypatch.setattr(train.Transformer, "from_pretrained", lambda path, *, device, dtype=None: original(path, device=device, dtype=torch.bfloat16))
+    with pytest.raises(RuntimeError, match="same dtype"):                                         # planted: a bfloat16 target without autocast
+        train.main([*flags, "--out", str(tmp_path / "planted")])
 
 
 # ---- bad input: one line, exit status 2, nothing lost ------------------------------------------------------------------------------------------
