@@ -1542,6 +1542,28 @@ def test_training_in_cudas_form_has_the_dense_paths_gradients(stage, in_cudas_fo
     assert graphs_compiled([lambda step=step: mask(step) for step in (2, 3)]) == [1, 1]
 
 
+def test_memory_of_a_drafters_step_is_in_proportion_to_rows_and_anchors(monkeypatch):
+    """What the README advises for a small card. On CUDA attention keeps no scores for the backward pass: something of its shape stands in for it."""
+    monkeypatch.setattr(model, "attention", lambda q, k, v, mask: q + k.mean() + v.mean())
+    target, drafter = make_pair()
+    target.requires_grad_(False)
+
+    def saved(rows, anchors, **how):
+        kept, S = {}, 16
+        note = lambda tensor: kept.update({tensor.untyped_storage()._cdata: tensor}) or tensor
+        ids, trainable = torch.zeros(rows, S, dtype=torch.int64), torch.ones(rows, S, dtype=torch.bool)
+        features = torch.zeros(rows, S, 5 * 32)
+        places = torch.zeros(rows, anchors, dtype=torch.int64)
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            drafter_loss(drafter, target, ids, features, trainable, places, places == 0, 4.0, **how)
+        weights = {p.untyped_storage()._cdata for module in (target, drafter) for p in module.parameters()}
+        return sum(tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in weights)
+    assert saved(8, 48) == pytest.approx(4 * saved(2, 48), rel=0.01)
+    assert saved(8, 48) - saved(8, 32) == pytest.approx(saved(8, 32) - saved(8, 16), rel=0.01) and saved(8, 48) > 2.5 * saved(8, 16)
+    # More logits than a chunk are dropped, and hidden states (32 numbers a token, not 61) kept in their place.
+    assert saved(8, 48) - saved(8, 48, chunk=61 * 300) == pytest.approx(4 * 8 * 48 * 7 * (61 - 32), rel=0.01)
+
+
 @pytest.mark.parametrize("labels", ("soft", "hard"))
 @pytest.mark.parametrize("stored", (torch.float32, torch.bfloat16))
 def test_every_mix_of_dtypes_trains(stored, labels, tmp_path, monkeypatch):
