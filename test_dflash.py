@@ -1602,6 +1602,127 @@ def test_repeated_documents_are_dropped_before_the_split(tmp_path):
         assert sum(piece in text for piece in some) <= 0.75 * len(some)                           # at most half of all: a sample of 40 may say a little more
 
 
+# ---- training as on CUDA, without a GPU --------------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def in_cudas_form(monkeypatch):
+    """Training's masks and attention as on CUDA, compiled up to where kernels would be written: a function to switch it on for a module. Run by
+    PyTorch's own operators, whose gradients FlexAttention's front alone refuses on the CPU."""
+    monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *args: None)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    kernels.compiled.cache_clear()
+
+    def switch_on(module):
+        for layer in filter(lambda part: isinstance(part, model.DecoderLayer), module.modules()):
+            layer.compile()
+        for place in (kernels, model, drafter_module):
+            monkeypatch.setattr(place, "make_mask", lambda mask_mod, B, Q, KV, device, dtype: kernels.compiled(create_block_mask)(mask_mod, B, None, Q, KV, device=device))
+    yield switch_on
+    kernels.compiled.cache_clear()
+    torch._dynamo.reset()
+
+
+def graphs_compiled(steps):
+    """How many each call adds."""
+    counts = [torch._dynamo.utils.counters["stats"]["unique_graphs"]]
+    for step in steps:
+        step()
+        counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    return [b - a for a, b in zip(counts, counts[1:])]
+
+
+@pytest.mark.parametrize("stage", ("target", "drafter"))
+def test_training_in_cudas_form_has_the_dense_paths_gradients(stage, in_cudas_form, monkeypatch):
+    target, drafter = make_pair(layers=2)
+    module = target if stage == "target" else drafter
+
+    def gradients(step):
+        g = torch.Generator().manual_seed(step)                                                   # new text and new anchors each step
+        ids, trainable = torch.randint(60, (2, 150), generator=g), torch.ones(2, 150, dtype=torch.bool)    # more than a tile of 128 queries
+        if module is target:
+            loss = F.cross_entropy(target.logits(target(ids)[0][:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+        else:
+            with torch.no_grad():
+                hidden, features = target(ids, taps=drafter.config.target_layer_ids)
+            loss = drafter.loss(target, ids, features, trainable, *sample_anchors(trainable, 20, g), hidden)[0]
+        return torch.cat([grad.flatten() for grad in torch.autograd.grad(loss, list(module.parameters()))])
+    dense, found = [gradients(step) for step in range(3)], []
+    in_cudas_form(module)
+    compiled = graphs_compiled([lambda step=step: found.append(gradients(step)) for step in range(3)])
+    assert compiled[0] >= 2 and compiled[1:] == [0, 0], "a mask and a layer in the first step, then none"
+    different = lambda a, b: (a - b).norm() / a.norm()
+    assert max(map(different, dense, found)) < 1e-4
+    # Planted: one key too many shows in the gradients, a step's own number in the mask's code as a graph a step.
+    monkeypatch.setattr(model, "causal", lambda positions: kernels.causal((positions[:1] + 1).expand_as(positions)))
+    monkeypatch.setattr(drafter_module, "dflash_training", lambda anchors, *sizes: kernels.dflash_training(anchors + 1, *sizes))
+    assert different(dense[0], gradients(0)) > 1e-2
+    mask = lambda step: kernels.make_mask(eval(f"lambda b, h, q_idx, kv_idx: kv_idx <= q_idx + {step}"), 2, 150, 150, "cpu", None)
+    assert graphs_compiled([lambda step=step: mask(step) for step in (2, 3)]) == [1, 1]
+
+
+def test_memory_of_a_drafters_step_is_in_proportion_to_rows_and_anchors(monkeypatch):
+    """What the README advises for a small card. On CUDA attention keeps no scores for the backward pass: something of its shape stands in for it."""
+    monkeypatch.setattr(model, "attention", lambda q, k, v, mask: q + k.mean() + v.mean())
+    target, drafter = make_pair()
+    target.requires_grad_(False)
+
+    def saved(rows, anchors, **how):
+        kept, S = {}, 16
+        note = lambda tensor: kept.update({tensor.untyped_storage()._cdata: tensor}) or tensor
+        ids, trainable = torch.zeros(rows, S, dtype=torch.int64), torch.ones(rows, S, dtype=torch.bool)
+        features = torch.zeros(rows, S, 5 * 32)
+        places = torch.zeros(rows, anchors, dtype=torch.int64)
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            drafter_loss(drafter, target, ids, features, trainable, places, places == 0, 4.0, **how)
+        weights = {p.untyped_storage()._cdata for module in (target, drafter) for p in module.parameters()}
+        return sum(tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in weights)
+    assert saved(8, 48) == pytest.approx(4 * saved(2, 48), rel=0.01)
+    assert saved(8, 48) - saved(8, 32) == pytest.approx(saved(8, 32) - saved(8, 16), rel=0.01) and saved(8, 48) > 2.5 * saved(8, 16)
+    # More logits than a chunk are dropped, and hidden states (32 numbers a token, not 61) kept in their place.
+    assert saved(8, 48) - saved(8, 48, chunk=61 * 300) == pytest.approx(4 * 8 * 48 * 7 * (61 - 32), rel=0.01)
+
+
+@pytest.mark.parametrize("labels", ("soft", "hard"))
+@pytest.mark.parametrize("stored", (torch.float32, torch.bfloat16))
+def test_every_mix_of_dtypes_trains(stored, labels, tmp_path, monkeypatch):
+    """--target with files of either dtype, on a CPU with and without products in bfloat16 and, as far as dtypes go, on CUDA; --float32 or not."""
+    config = ModelConfig(vocab_size=300, hidden_size=32, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1, head_dim=16)
+    random_weights(Transformer(config), 0).to(stored).save_pretrained(tmp_path / "target")
+    Tokenizer.from_merges(MERGES[:20], ["<|end|>"]).save_pretrained(tmp_path / "target")
+    (tmp_path / "text.txt").write_text("\n\n".join(f"{i} times {i} is {i * i}, " * 80 for i in range(30)))
+    flags = ["--target", str(tmp_path / "target"), "--data", str(tmp_path / "text.txt"), *TINY[TINY.index("--response-batch"):], "--responses", "4",
+             "--response-tokens", "6", "--labels", labels, "--drafter-steps", "1"]
+    original, asked = Transformer.from_pretrained, []
+    monkeypatch.setattr(train, "run_benchmark", lambda *args, **how: None)
+
+    def dtype_on_cuda(*more):
+        """What train.py would load the target in: the first thing it asks of a device."""
+        class Asked(Exception):
+            pass
+
+        def ask(path, *, device, dtype=None):
+            asked.append(dtype or stored)
+            raise Asked
+        with monkeypatch.context() as patch, pytest.raises(Asked):
+            patch.setattr(train, "find_device", torch.device)
+            patch.setattr(torch.cuda, "set_device", lambda device: None)
+            patch.setattr(train.Transformer, "from_pretrained", ask)
+            train.main([*flags, *more, "--device", "cuda", "--out", str(tmp_path / "asked")])
+        return asked[-1]
+    for machine, more in itertools.product(("cuda", "bfloat16", "plain"), ([], ["--float32"])):
+        dtype = dtype_on_cuda(*more) if machine == "cuda" else None
+        monkeypatch.setattr(train, "has_bfloat16", lambda: machine != "plain")
+        monkeypatch.setattr(train.Transformer, "from_pretrained", lambda path, *, device, dtype=None, on_cuda=dtype: original(path, device=device, dtype=on_cuda or dtype))
+        for kind in ("dflash", "eagle3", "ar"):
+            out = tmp_path / f"{machine} {more}"
+            train.main([*flags, *more, "--drafter", kind, "--out", str(out)])
+            assert math.isfinite(json.loads((out / "log.jsonl").read_text().splitlines()[-1])["loss"])
+    assert asked == [torch.bfloat16, torch.float32]
+    monkeypatch.setattr(train.Transformer, "from_pretrained", lambda path, *, device, dtype=None: original(path, device=device, dtype=torch.bfloat16))
+    with pytest.raises(RuntimeError, match="same dtype"):                                         # planted: a bfloat16 target without autocast
+        train.main([*flags, "--out", str(tmp_path / "planted")])
+
+
 # ---- bad input: one line, exit status 2, nothing lost ------------------------------------------------------------------------------------------
 
 def fails(call, *words):
