@@ -20,7 +20,7 @@ import math
 import statistics
 import sys
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -68,11 +68,12 @@ class Decoder:
     from there on is never seen, and the next cycle writes over it.
     """
 
-    def __init__(self, target, drafter, batch, capacity, block_size, tree_budget, auto, sampling, stop_ids,
-                 compile):
+    def __init__(self, target, drafter, batch, capacity, block_size, tree_budget, auto, denoise_steps,
+                 sampling, stop_ids, compile):
         device = target.device
         self.target, self.drafter, self.sampling, self.device = target, drafter, sampling, device
-        self.block_size, self.tree_budget, self.compile = block_size, tree_budget, compile
+        self.block_size, self.tree_budget, self.denoise_steps = block_size, tree_budget, denoise_steps
+        self.compile = compile
         self.taps = drafter.config.target_layer_ids if drafter else ()
         configs = [target.config, drafter.config.layers] if drafter else [target.config]
         self.caches = [KVCache(config, batch, capacity, device, target.dtype) for config in configs]
@@ -95,8 +96,8 @@ class Decoder:
     def draft(self):
         """The drafter's block behind each row's anchor, as a chain or a tree."""
         logits = self.drafter.draft(self.target, self.text, self.features, self.start, self.window,
-                                    self.block_size, self.caches[1], self.guess)
-        guesses = self.sampling.guesses(logits, self.noise(0, self.block_size - 1))    # (B, S, V)
+                                    self.block_size, self.caches[1], self.guess, self.denoise_steps)
+        guesses = self.sampling.guess_probabilities(logits, self.noise(0, self.block_size - 1))    # (B, S, V)
         return propose(self.anchor(), guesses, self.tree_budget)
 
     def verify(self, n):
@@ -124,8 +125,7 @@ class Decoder:
         n = tokens.shape[1]
         order = torch.arange(n, device=self.device)
         slots = self.start[:, None] + order                                     # (B, n)
-        if features is not None:
-            self.features[torch.arange(len(slots), device=self.device)[:, None], slots] = features
+        self.features[torch.arange(len(slots), device=self.device)[:, None], slots] = features
         self.text.scatter_(1, slots + 1, tokens)
         stops = (tokens[..., None] == self.stop_ids).any(-1) & (order < num_kept[:, None])
         first_stop = order.where(stops, n).amin(1)                               # (B,), n: none
@@ -146,8 +146,9 @@ class Decoder:
             return exponential_noise(self.keys, index, self.target.config.vocab_size)
 
     def guess(self, logits, slot):
-        """For drafters that draft one token after the other: a slot's token (counted from 0), drawn with the target's noise."""
-        return self.sampling.draw(logits, self.noise(slot, 1))
+        """The tokens (B, n) that logits (B, n, V) draft in the slots (counted from 0) from this one on, drawn with the target's noise:
+        for drafters whose next pass reads them."""
+        return self.sampling.draw(logits, self.noise(slot, logits.shape[1]))
 
     def read(self):
         """The drafter reads its last block of context, where plain cycles follow each other and `draft` can't read more than that."""
@@ -173,8 +174,7 @@ class Decoder:
             self.set_kv_len(end)
             positions = torch.arange(begin, end, device=self.device).expand(len(prompts), -1)
             hidden, features = self.target(self.text[:, begin:end], positions, self.caches[0], self.taps)
-            if self.taps:
-                self.features[:, begin:end] = features
+            self.features[:, begin:end] = features
             if self.drafter:
                 self.drafter.read(self.target, self.text, self.features, positions, self.caches[1])
             is_last = (positions == self.start[:, None])[..., None]             # (B, end - begin, 1)
@@ -317,20 +317,11 @@ class Generation:
         return sum(lengths) / len(lengths) if lengths else float("nan")
 
 
-def speculative(target, drafter, prompts, max_new_tokens, *, block_size=None, tree_budget=None,
-                temperature=0.0, top_k=None, top_p=None, stop_ids=(), seed=None, compile=None):
+def speculative(target, drafter, prompts, max_new_tokens, **how):
     """Decodes prompts (one list of token ids a row, of any lengths) with drafter and target. The output is that of `autoregressive` with
-    the same seed, token for token (in float32; in lower precision a tie may break either way).
-
-    block_size: tokens of a block, anchor included; None: the drafter's; "auto": how many of the drafts are read is chosen anew each cycle.
-    tree_budget: None: the target reads the block's likeliest tokens as a chain; N: the N likeliest prefixes, anchor included, as a tree.
-    seed: an int (row i draws from the stream of (seed, i)), one int a row, or None.
-    compile: None: on CUDA only. There steps are graphs, which later calls of the same shapes reuse; on the CPU compiled code.
-    Returns a Generation; UserError for bad input.
-    """
-    sampling = Sampling(temperature, top_k, top_p)
-    for decoder in generate(target, drafter, prompts, max_new_tokens, sampling, block_size=block_size,
-                            tree_budget=tree_budget, stop_ids=stop_ids, seed=seed, compile=compile):
+    the same seed, token for token (in float32; in lower precision a tie may break either way). Keywords as for `generate`.
+    Returns a Generation; UserError for bad input."""
+    for decoder in generate(target, drafter, prompts, max_new_tokens, **how):
         pass
     ends = zip(decoder.text.tolist(), decoder.prompt_length.tolist(), decoder.start.tolist())
     kept_by_row = zip(*decoder.history) if decoder.history else [()] * len(prompts)
@@ -342,8 +333,7 @@ def speculative(target, drafter, prompts, max_new_tokens, *, block_size=None, tr
 
 
 def autoregressive(target, prompts, max_new_tokens, **how):
-    """Plain decoding of the same prompts, a token a cycle; keywords (temperature, top_k, top_p, stop_ids, seed, compile) and result as for
-    `speculative`."""
+    """Plain decoding of the same prompts, a token a cycle: keywords and result as for `speculative`."""
     return speculative(target, None, prompts, max_new_tokens, **how)
 
 
@@ -351,13 +341,22 @@ idle = {}    # Decoders of earlier calls, by what they are for; the latest last
 
 
 @torch.inference_mode()
-def generate(target, drafter, prompts, max_new_tokens, sampling, *, block_size=None, tree_budget=None,
-             stop_ids=(), seed=None, compile=None, look_every=None):
-    """The loop: yields the Decoder after the prefill, then whenever the host has looked, until all rows have ended. Arguments as in
-    `speculative`; look_every: cycles between two looks (None: as is fast)."""
+def generate(target, drafter, prompts, max_new_tokens, *, block_size=None, tree_budget=None, denoise_steps=1,
+             temperature=0.0, top_k=None, top_p=None, stop_ids=(), seed=None, compile=None, look_every=None):
+    """The loop: yields the Decoder after the prefill, then whenever the host has looked, until all rows have ended.
+
+    block_size: tokens of a block, anchor included; None: the drafter's; "auto": how many of the drafts are read is chosen anew each cycle.
+    tree_budget: None: the target reads the block's likeliest tokens as a chain; N: the N likeliest prefixes, anchor included, as a tree.
+    denoise_steps: passes of the drafter over a block; the paper's takes one (see train.py's --reveal for two).
+    temperature: 0 is greedy; top_k, top_p: see `Sampling`. stop_ids: tokens that end a row.
+    seed: an int (row i draws from the stream of (seed, i)), one int a row, or None.
+    compile: None: on CUDA only. There steps are graphs, which later calls of the same shapes reuse; on the CPU compiled code.
+    look_every: cycles between two looks; None: as is fast.
+    """
+    sampling = Sampling(temperature, top_k, top_p)
     check_prompts(target.config, prompts, max_new_tokens)
     if drafter is not None:
-        drafter.check_sizes(block_size, tree_budget)
+        drafter.check_sizes(block_size, tree_budget, denoise_steps)
     block = 1 if not drafter else drafter.config.block_size if block_size in (None, "auto") else block_size
     if block == 1:
         drafter, block_size, tree_budget = None, 1, None
@@ -366,8 +365,8 @@ def generate(target, drafter, prompts, max_new_tokens, sampling, *, block_size=N
         raise UserError("no C++ compiler found, which compile needs on the CPU: install one, or leave it out")
     capacity = max(map(len, prompts)) + max_new_tokens + max(block, tree_budget or 0)
     capacity += -capacity % 256                                                  # few different shapes
-    what = (target, drafter, len(prompts), capacity, block, tree_budget, block_size == "auto", sampling,
-            tuple(sorted(stop_ids)), compile)
+    what = (target, drafter, len(prompts), capacity, block, tree_budget, block_size == "auto", denoise_steps,
+            sampling, tuple(sorted(stop_ids)), compile)
     key = *what, target.device, target.dtype
     decoder = idle.pop(key, None) or Decoder(*what)
     try:
@@ -388,31 +387,34 @@ def generate(target, drafter, prompts, max_new_tokens, sampling, *, block_size=N
 # ---- benchmark -----------------------------------------------------------------------------------------------------------------
 
 def benchmark(target, methods, prompts, max_new_tokens, temperatures=(0.0, 1.0), stop_ids=(), seed=0,
-              progress=None, **how):
+              progress=None, seconds=None, **how):
     """Plain decoding and every other method on the same prompts, one at a time, in turn, in one run.
 
-    methods: {name: keywords of `speculative`, drafter among them}; prompts: {domain: rows of ids}; how: top_k, top_p, compile. Times are
-    whole calls, prefill included: ms_per_token is the median over calls, speedup the median over calls of (plain ms a token / this ms a
-    token). progress: a tqdm bar. Returns the report's rows.
+    methods: {name: keywords of `speculative`, drafter among them}; prompts: {domain: rows of ids}, of which as many are decoded as fit into
+    `seconds` (None: all), two a domain at least; how: top_k, top_p, compile. Times are whole calls, prefill included: ms_per_token is the
+    median over calls, speedup the median over calls of (plain ms a token / this ms a token). progress: a tqdm bar. Returns the report's rows.
     """
-    results, methods = [], {"autoregressive": {"drafter": None}, **methods}
-    for temperature in temperatures:
-        runs = {(domain, method): [] for domain in prompts for method in methods}    # (ms a token, Generation) for each call
-        how.update(max_new_tokens=max_new_tokens, temperature=temperature, stop_ids=stop_ids)
-        for keywords in [*methods.values()] * 2:                                 # warm-up: compilation, allocation, what auto learns
-            timed(target, prompts=next(iter(prompts.values()))[:1], seed=[seed], **keywords, **how)
-        for domain, rows in prompts.items():
-            for i, prompt in enumerate(rows):
-                for method, keywords in methods.items():
-                    run = timed(target, prompts=[prompt], seed=[seed + i], **keywords, **how)
-                    runs[domain, method].append(run)
-                progress.set_postfix_str(f"{domain}, temperature {temperature:g}", refresh=False)
-                progress.update()
-        for domain in [*prompts, "all"] if len(prompts) > 1 else prompts:
-            pooled = {method: [run for d in prompts if domain in (d, "all") for run in runs[d, method]]
-                      for method in methods}
-            results += [{"domain": domain, "method": method, "temperature": temperature,
-                         **summarize(run, pooled["autoregressive"])} for method, run in pooled.items()]
+    methods, began = {"autoregressive": {"drafter": None}, **methods}, time.monotonic()
+    how.update(max_new_tokens=max_new_tokens, stop_ids=stop_ids)
+    first = next(iter(prompts.values()))[:1]
+    for temperature, keywords in itertools.product(temperatures, [*methods.values()] * 2):    # compilation, allocation, what auto learns
+        timed(target, prompts=first, seed=[seed], temperature=temperature, **keywords, **how)
+    runs = defaultdict(list)                                                     # (ms a token, Generation) of each call
+    for i in range(max(map(len, prompts.values()))):
+        if seconds and i >= 2 and (time.monotonic() - began) * (i + 1) / i > seconds:
+            break
+        for temperature, (domain, rows) in itertools.product(temperatures, prompts.items()):
+            for (method, keywords), prompt in itertools.product(methods.items(), rows[i:i + 1]):
+                runs[temperature, domain, method].append(timed(
+                    target, prompts=[prompt], seed=[seed + i], temperature=temperature, **keywords, **how))
+            progress.update()
+    results = []
+    domains = {domain: [domain] for domain in prompts} | ({"all": [*prompts]} if len(prompts) > 1 else {})
+    for temperature, (name, parts) in itertools.product(temperatures, domains.items()):
+        pooled = {method: [run for domain in parts for run in runs[temperature, domain, method]]
+                  for method in methods}
+        results += [{"domain": name, "method": method, "temperature": temperature,
+                     **summarize(run, pooled["autoregressive"])} for method, run in pooled.items()]
     return results
 
 
@@ -482,7 +484,7 @@ def sweep(target, drafter, prompts, progress, **how):
 
 def run_benchmark(out, target, drafters, tokenizer, prompts_file, *, prompts, prompt_tokens, max_new_tokens,
                   temperatures=(0.0, 1.0), block_size="auto", tree_budget=TREE_BUDGET, seed=0, sweeping=False,
-                  rendered=False, skip_bad=False, **how):
+                  rendered=False, skip_bad=False, seconds=None, **how):
     """Benchmarks, prints the table, writes out/report.json. drafters: {method: drafter}, each with its chain, its tree, and "auto"."""
     Path(out).mkdir(parents=True, exist_ok=True)
     rows = read_prompts(prompts_file, tokenizer, prompt_tokens, prompts, rendered=rendered, skip_bad=skip_bad)
@@ -496,7 +498,8 @@ def run_benchmark(out, target, drafters, tokenizer, prompts_file, *, prompts, pr
             methods[f"{name} auto"] = {"drafter": drafter, "block_size": "auto", "tree_budget": budget}
     texts, stop_ids = sum(rows.values(), []), stop_tokens(target, tokenizer)
     with tqdm(total=len(temperatures) * len(texts), desc="benchmark", unit="prompt") as bar:
-        results = benchmark(target, methods, rows, max_new_tokens, temperatures, stop_ids, seed, bar, **how)
+        results = benchmark(target, methods, rows, max_new_tokens, temperatures, stop_ids, seed, bar, seconds,
+                            **how)
     report = {"device": device_name(target.device), "dtype": str(target.dtype).removeprefix("torch."),
               "torch": torch.__version__, "max_new_tokens": max_new_tokens, "block_size": block_size,
               "tree_budget": tree_budget, "results": results}
@@ -565,6 +568,7 @@ def parser():
         "read is chosen each cycle (the default; --show: the drafter's own block, as a chain)")
     add("--tree-budget", type=int, metavar="N", help="tokens that the target reads a cycle, as a tree of "
         f"the likeliest drafts; 0: a chain (default: {TREE_BUDGET})")
+    add("--denoise-steps", type=int, default=1, metavar="N", help="passes over a block (default: 1)")
     add("--max-new-tokens", type=int, default=192, metavar="N", help="of each prompt (default: 192)")
     add("--prompts", type=int, default=8, metavar="N", help="--bench: prompts a domain (default: 8)")
     add("--prompt-tokens", type=int, default=64, metavar="N", help="--bench: tokens a prompt (default: 64)")
@@ -595,7 +599,8 @@ def main(argv=None):
     chain = args.show or drafter is not None and drafter.in_turn and not args.bench    # by default
     budget = (None if chain else TREE_BUDGET) if args.tree_budget is None else args.tree_budget or None
     block_size = (None if args.show else "auto") if args.block_size is None else args.block_size
-    how = dict(block_size=block_size, tree_budget=budget, seed=args.seed, compile=args.compile)
+    how = dict(block_size=block_size, tree_budget=budget, denoise_steps=args.denoise_steps, seed=args.seed,
+               compile=args.compile)
     default = (0.0, 1.0) if args.bench else (0.0,)
     temperatures = default if args.temperature is None else (args.temperature,)
     cuts = choose_sampling(folder, temperatures, args.top_k, args.top_p)
@@ -610,9 +615,9 @@ def main(argv=None):
     text = args.prompt.encode("utf-8", "replace").decode()
     entry = {"messages": [{"role": "user", "content": text}]} if args.chat else {"prompt": text}
     prompt = encode_prompt(entry, tokenizer, None, args.rendered)
-    sampling, stop_ids = Sampling(*temperatures, **cuts), stop_tokens(target, tokenizer)
-    steps = generate(target, drafter, [prompt], args.max_new_tokens, sampling, stop_ids=stop_ids,
-                     look_every=1 if args.show else None, **how)
+    stop_ids = stop_tokens(target, tokenizer)
+    steps = generate(target, drafter, [prompt], args.max_new_tokens, temperature=temperatures[0],
+                     stop_ids=stop_ids, look_every=1 if args.show else None, **cuts, **how)
     stream(steps, tokenizer, "" if args.chat else text, stop_ids, args.show)
 
 

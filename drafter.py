@@ -21,9 +21,10 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import nn
 
-from kernels import attention, causal, context_and_block, dflash_training, input_injection_training, make_mask
-from model import (DecoderLayer, ModelConfig, RMSNorm, Rope, Transformer, UserError, check, check_fields, empty,
-                   init_weights, load_weights, read_json, save_model)
+from kernels import (attention, causal, chains, context_and_block, dflash_training, input_injection_training,
+                     make_mask)
+from model import (DecoderLayer, ModelConfig, RMSNorm, Rope, Transformer, UserError, check, check_fields,
+                   empty, init_weights, load_weights, read_json, save_model)
 
 
 def default_taps(num_target_layers, taps=5):
@@ -71,23 +72,26 @@ class Drafter(nn.Module):
         self.rope = Rope(layers)
 
     @classmethod
-    def for_target(cls, target, *, num_layers=5, block_size=16, mask_token_id, target_layer_ids=None, injection="kv",
-                   chat_options=None):
+    def for_target(cls, target, *, num_layers=5, block_size=16, mask_token_id, target_layer_ids=None,
+                   injection="kv", chat_options=None):
         """A new drafter of the target's width and head layout; initialize it with `init_weights`."""
         L = target.config.num_hidden_layers
-        layers = replace(target.config, model_type="qwen3", num_hidden_layers=num_layers, attention_bias=False)
+        layers = replace(target.config, model_type="qwen3", num_hidden_layers=num_layers)
+        layers.attention_bias = False
         taps = target_layer_ids or cls.default_taps(L)
         return cls(DrafterConfig(layers, block_size, mask_token_id, taps, L, injection, chat_options or {}))
 
-    def check_sizes(self, block_size, tree_budget):
+    def check_sizes(self, block_size, tree_budget, denoise_steps):
         """Refuses what `decode.speculative` can't be asked for."""
         sizes = range(1, self.config.layers.max_position_embeddings + 1)
         if not (block_size in (None, "auto") or block_size in sizes):
             raise UserError(f"block_size = {block_size} is out of range")
         if not (tree_budget is None or tree_budget in sizes[1:]):
             raise UserError(f"tree_budget = {tree_budget} is out of range")
-        if tree_budget and self.in_turn:
-            raise UserError(f"{self.title} drafts token after token and has no tree: leave tree_budget out")
+        if not denoise_steps >= 1:
+            raise UserError(f"denoise_steps = {denoise_steps} is out of range")
+        if self.in_turn and (tree_budget or denoise_steps > 1):
+            raise UserError(f"{self.title} drafts token after token: no tree_budget, no denoise_steps")
 
     @torch.no_grad()
     def init_weights(self, target, generator):
@@ -97,7 +101,8 @@ class Drafter(nn.Module):
         own = self.state_dict()
         for i in range(len(self.layers)):
             layer = target.model.layers[max(0, len(target.model.layers) - len(self.layers) + i)].state_dict()
-            own |= {f"layers.{i}.{name}": value for name, value in layer.items() if f"layers.{i}.{name}" in own}
+            layer = {f"layers.{i}.{name}": value for name, value in layer.items()}
+            own |= {name: value for name, value in layer.items() if name in own}
         for name, parameter in self.named_parameters():
             if own[name].shape != parameter.shape:                               # EAGLE-3's q, k, v: the half that reads the embedding starts small
                 own[name] = torch.cat((0.1 * parameter[:, own[name].shape[1]:], own[name].to(parameter)), 1)
@@ -128,9 +133,9 @@ class Drafter(nn.Module):
         if (raw.get("architectures") not in (None, [cls.architecture]) or not known
                 or type(block_size) is not int or block_size < 1):
             raise UserError(
-                f"not {cls.title} (architectures {raw.get('architectures')}, model_type {layers.model_type!r}, "
-                f"block_size {block_size}); give the folder that train.py wrote as {cls.folder}/"
-                f"{', or a published one' * (cls.method == 'dflash')}")
+                f"not {cls.title} (architectures {raw.get('architectures')}, model_type "
+                f"{layers.model_type!r}, block_size {block_size}); give the folder that train.py wrote as "
+                f"{cls.folder}/{', or a published one' * (cls.method == 'dflash')}")
         check_fields(raw, CHANGES)
         for name in own.keys() - UNDERSTOOD:
             check(own[name] in CHANGES.get(name, (None,)), f"{section}.{name}", own[name])
@@ -155,12 +160,14 @@ class Drafter(nn.Module):
     def save_pretrained(self, path):
         """DFlash: writes the layout that the published code, vLLM (method dflash) and SGLang (algorithm DFLASH) read. The others' is like it."""
         config = self.config
+        own = {"block_size": config.block_size, "mask_token_id": config.mask_token_id,
+               "target_layer_ids": config.target_layer_ids}
+        own |= {"injection": config.injection} if config.injection != "kv" else {}
+        own |= {"chat_options": config.chat_options} if config.chat_options else {}
         save_model(self, path, {
-            **config.layers.to_dict(), "architectures": [self.architecture], "block_size": config.block_size, "num_target_layers": config.num_target_layers,
-            "layer_types": ["full_attention"] * config.layers.num_hidden_layers, f"{self.method}_config": {
-                "block_size": config.block_size, "mask_token_id": config.mask_token_id, "target_layer_ids": config.target_layer_ids,
-                **({} if config.injection == "kv" else {"injection": config.injection}),
-                **({"chat_options": config.chat_options} if config.chat_options else {})}})
+            **config.layers.to_dict(), "architectures": [self.architecture], "block_size": config.block_size,
+            "num_target_layers": config.num_target_layers, f"{self.method}_config": own,
+            "layer_types": ["full_attention"] * config.layers.num_hidden_layers})
 
 
 class DFlashDrafter(Drafter):
@@ -195,7 +202,7 @@ class DFlashDrafter(Drafter):
         mask = make_mask(context_and_block(limit), *limit.shape, cache.kv_len, block.device, self.dtype)
         return self(features, block, places, mask, cache)
 
-    def draft(self, target, text, features, start, window, block_size, cache, sample):
+    def draft(self, target, text, features, start, window, block_size, cache, sample, steps=1):
         """Drafts one block a row, in one pass: logits (B, block_size - 1, V) of slots 1, 2, ...
 
         text:     (B, capacity) token ids by position, the anchor's included
@@ -204,21 +211,50 @@ class DFlashDrafter(Drafter):
         window:   how many positions before the anchor are read here; those before them are in the cache. (Where a row has read some of
                   them before, that changes nothing, so that rows need no records.)
         cache:    the drafter's KVCache
-        sample:   for drafters that draft one token after the other, see `Eagle3Drafter.draft`
+        sample:   (logits (B, n, V), slot) -> (B, n), the tokens drafted in these slots, counted from 0
+        steps:    passes that denoise the block; the paper's drafter takes one
         """
         context = last_positions(start, window)
         positions = start[:, None] + torch.arange(block_size, device=start.device)
         ids = torch.full_like(positions, self.config.mask_token_id)
         ids[:, 0] = text.gather(1, start[:, None])[:, 0]                         # [anchor, MASK, MASK, ...]
-        hidden = self.inject(rows_at(features, context), context, target.model.embed_tokens(ids), positions, cache)
-        return target.logits(hidden[:, 1:])
+        features = rows_at(features, context)
+        hidden = self.inject(features, context, target.model.embed_tokens(ids), positions, cache)
+        logits = target.logits(hidden[:, 1:])                                    # (B, S, V), S = block_size - 1
+        filled = torch.zeros_like(ids[:, 1:], dtype=torch.bool)
+        for step in range(1, steps):                                             # the surest slots stay, the rest is drafted again
+            tokens = sample(logits, 0)
+            sure = logits.softmax(-1).gather(2, tokens[..., None])[..., 0].masked_fill(filled, 2.0)
+            filled = sure.argsort(1, descending=True).argsort(1) < step * sure.shape[1] // steps
+            ids[:, 1:] = torch.where(filled, tokens, self.config.mask_token_id)
+            hidden = self.inject(features, context, target.model.embed_tokens(ids), positions, cache)
+            logits = torch.where(filled[..., None], logits, target.logits(hidden[:, 1:]))
+        return logits
 
     def read(self, target, text, features, positions, cache):
         """Puts the context at positions (B, W) into the cache: a pass with an empty block. Arguments as in `draft`."""
-        self.inject(rows_at(features, positions), positions, target.model.embed_tokens(text[:, :0]), positions[:, :0], cache)
+        no_block = target.model.embed_tokens(text[:, :0])
+        self.inject(rows_at(features, positions), positions, no_block, positions[:, :0], cache)
 
-    def loss(self, target, ids, features, trainable, anchors, valid, target_hidden=None, gamma=None):
-        return drafter_loss(self, target, ids, features, trainable, anchors, valid, gamma or default_gamma(self.config.block_size), target_hidden)
+    def loss(self, target, batch, gamma=None, chunk=2**28):
+        """Weighted cross-entropy of all blocks of all rows of a TrainingBatch, in one forward pass under the
+        sparse mask (section 4.2). gamma: the decay over a block's slots; inf: none. chunk: see `token_losses`.
+        Returns the sum of the weighted losses and that of the weights: processes add up theirs, then divide."""
+        (B, S), block_size = batch.ids.shape, self.config.block_size
+        gamma = gamma or default_gamma(block_size)
+        ids, positions, weight = training_blocks(batch, block_size, self.config.mask_token_id, gamma)
+        context = torch.arange(S, device=ids.device).expand(B, S)
+        visible, queries = dflash_training(batch.anchors, S, block_size), ids[0].numel()
+        if self.config.injection == "input":
+            visible, queries = input_injection_training(batch.anchors, S, block_size), S + queries
+        mask = make_mask(visible, B, queries, S + ids[0].numel(), ids.device, batch.features.dtype)
+        hidden = self(batch.features, target.model.embed_tokens(ids.flatten(1)),
+                      torch.cat((context, positions.flatten(1)), 1), mask)       # (B, N * block_size, C)
+        labels = batch.labels(positions.flatten(1).clamp(max=S - 1))
+        hidden, labels = (x.unflatten(1, ids.shape[1:])[:, :, 1:].flatten(0, 2) for x in (hidden, labels))
+        weight = weight[:, :, 1:].flatten()                                      # slot 0, the anchor, is given
+        losses = token_losses(target.logits, target, hidden, labels, chunk)
+        return (losses * weight).sum(), weight.sum()
 
 
 def last_positions(start, n):
@@ -247,7 +283,7 @@ class Drafts(NamedTuple):
 
 
 def propose(anchor, guesses, tree_budget):
-    """anchor (B, 1); guesses (B, S, V), `Sampling.guesses` of the drafter's slots -> Drafts."""
+    """anchor (B, 1); guesses (B, S, V), `Sampling.guess_probabilities` of the drafter's slots -> Drafts."""
     return draft_tree(anchor, guesses, tree_budget) if tree_budget else draft_chain(anchor, guesses)
 
 
@@ -299,17 +335,42 @@ def ancestors_of(parent, depth):
     return reach > 0
 
 
-# ---- training (section 4.2) ----------------------------------------------------------------------------------------------------
+# ---- training (section 4.2) --------------------------------------------------------------------------------
 
-def sample_anchors(trainable, num_anchors, generator, every=1):
-    """Random anchors: num_anchors different positions a row among the trainable ones (B, S) bool that have a trainable successor; every: only multiples of it.
+@dataclass
+class TrainingBatch:
+    """Text that the target has read, and where in it blocks start."""
+    ids: torch.Tensor          # (B, S) int64
+    trainable: torch.Tensor    # (B, S) bool, which tokens count as labels
+    features: torch.Tensor     # (B, S, taps * C), the target's
+    hidden: torch.Tensor       # (B, S, C), its final hidden states
+    anchors: torch.Tensor      # (B, N) int64
+    valid: torch.Tensor        # (B, N) bool
+    revealed: torch.Tensor     # (B, N, block_size) bool, slots that hold their token instead of a mask
+    soft: bool                 # labels: the target's whole distributions, or the tokens
 
-    Returns anchors (B, N) int64 and valid (B, N) bool: a row with fewer such positions fills up with invalid ones.
-    """
-    can_start = trainable & F.pad(trainable[:, 1:], (0, 1)) & (torch.arange(trainable.shape[1], device=trainable.device) % every == 0)
-    key = torch.rand(trainable.shape, generator=generator).to(trainable.device).masked_fill(~can_start, -1.0)
+    def labels(self, positions):
+        """Of the tokens at positions (B, n): these (B, n), or the hidden states (B, n, C) that the target predicts
+        them from. (At temperature 1 the expected gradient is the same, with much less noise.)"""
+        before = (positions - 1).clamp(min=0)
+        return rows_at(self.hidden, before) if self.soft else self.ids.gather(1, positions)
+
+
+def sample_anchors(trainable, num_anchors, block_size, generator, choice="random", reveal=0.0):
+    """Random anchors: num_anchors different positions a row among the trainable ones (B, S) bool that have a
+    trainable successor. choice "fixed": only multiples of the block size. reveal: of so many blocks about half of
+    the slots are revealed (the paper: none).
+
+    Returns anchors (B, N) int64; valid (B, N) bool: a row with fewer such positions fills up with invalid ones;
+    revealed (B, N, block_size) bool."""
+    can_start = trainable & F.pad(trainable[:, 1:], (0, 1))
+    if choice == "fixed":
+        can_start = can_start & (torch.arange(trainable.shape[1]) % block_size == 0)
+    key = torch.rand(trainable.shape, generator=generator).masked_fill(~can_start, -1.0)
     key, anchors = key.topk(min(num_anchors, key.shape[1]), dim=1)
-    return anchors, key >= 0
+    chance = torch.rand((*anchors.shape, block_size), generator=generator)
+    partly = torch.rand(anchors.shape, generator=generator) < reveal
+    return anchors, key >= 0, partly[:, :, None] & (chance < 0.5)
 
 
 def default_gamma(block_size):
@@ -317,9 +378,23 @@ def default_gamma(block_size):
     return max(1.0, {16: 7.0, 10: 5.0, 8: 4.0}.get(block_size, 1.0 + 0.375 * block_size))
 
 
+def training_blocks(batch, block_size, mask_token_id, gamma):
+    """All blocks of all rows: their token ids, positions and weights in the loss, each (B, N, block_size). Slot k
+    weighs exp(-(k - 1) / gamma), and nothing where its token is given or no label."""
+    slot = torch.arange(block_size, device=batch.ids.device)
+    positions = batch.anchors[:, :, None] + slot
+    inside = positions.flatten(1).clamp(max=batch.ids.shape[1] - 1)
+    given = batch.revealed | (slot == 0)                                         # slot 0 is the anchor
+    tokens = batch.ids.gather(1, inside).view_as(positions)
+    ids = torch.where(given, tokens, mask_token_id)
+    counts = batch.trainable.gather(1, inside).view_as(positions) & (positions < batch.ids.shape[1])
+    weight = torch.exp(-(slot - 1) / gamma) * (counts & batch.valid[:, :, None] & ~given)
+    return ids, positions, weight
+
+
 def token_losses(head, target, hidden, labels, chunk=2**28):
-    """Cross-entropy (N,) of head(hidden (N, C)) against labels: tokens (N,), or the target's final hidden states (N, C), whose distributions count.
-    chunk: logits held at once, in numbers; more are computed, dropped and recomputed in the backward pass."""
+    """Cross-entropy (N,) of head(hidden (N, C)) against labels, see `TrainingBatch.labels`. chunk: logits held at
+    once, in numbers; more are computed, dropped and recomputed in the backward pass."""
     def losses(hidden, labels):
         if labels.is_floating_point():
             labels = target.logits(labels).float().softmax(-1).detach()
@@ -328,57 +403,11 @@ def token_losses(head, target, hidden, labels, chunk=2**28):
     rows = max(1, chunk // target.config.vocab_size)
     if len(hidden) <= rows:
         return losses(hidden, labels)
-    return torch.cat([torch.utils.checkpoint.checkpoint(losses, *part, use_reentrant=False) for part in zip(hidden.split(rows), labels.split(rows))])
+    return torch.cat([torch.utils.checkpoint.checkpoint(losses, *part, use_reentrant=False)
+                      for part in zip(hidden.split(rows), labels.split(rows))])
 
 
-def drafter_loss(drafter, target, ids, features, trainable, anchors, valid, gamma, target_hidden=None, chunk=2**28):
-    """Weighted cross-entropy of all blocks of all rows, in one forward pass under the sparse mask.
-
-    ids, trainable: (B, S), the text and which of its tokens count as labels; features: (B, S, taps * C); anchors, valid: (B, N).
-    gamma: slot k weighs exp(-(k - 1) / gamma), slot 0 (the anchor, which is given) nothing; inf: all alike.
-    target_hidden: (B, S, C), the target's final hidden states of the text: the labels are then its whole distributions instead of the one
-        token that was drawn from each. At temperature 1 the expected gradient is the same, with much less noise.
-    chunk: as in `token_losses`.
-    Returns (sum of the weighted losses, sum of the weights): processes add up theirs before they divide.
-    """
-    (B, S), N, block_size, device = ids.shape, anchors.shape[1], drafter.config.block_size, ids.device
-    slot = torch.arange(block_size, device=device)
-    block_positions = (anchors[:, :, None] + slot).view(B, -1)                   # (B, N * block_size)
-    positions = torch.cat((torch.arange(S, device=device).expand(B, S), block_positions), 1)
-    block_ids = torch.full((B, N, block_size), drafter.config.mask_token_id, device=device)
-    block_ids[:, :, 0] = ids.gather(1, anchors)
-    visible, Q = (dflash_training, N * block_size) if drafter.config.injection == "kv" else (input_injection_training, S + N * block_size)
-    mask = make_mask(visible(anchors, S, block_size), B, Q, S + N * block_size, device, features.dtype)
-    hidden = drafter(features, target.model.embed_tokens(block_ids.view(B, -1)), positions, mask)
-
-    predicting = lambda x: x.view(B, N, block_size, -1)[:, :, 1:].flatten(0, 2)  # slots 1 .. block_size - 1 of (B, N * block_size, ...)
-    inside = block_positions.clamp(max=S - 1)
-    counts = trainable.gather(1, inside) & (block_positions < S) & valid.repeat_interleave(block_size, 1)
-    weight = predicting(counts * torch.exp(-(slot - 1) / gamma).repeat(N))[:, 0]
-    if target_hidden is None:
-        labels = predicting(ids.gather(1, inside))[:, 0]                         # tokens
-    else:
-        before = (inside - 1).clamp(min=0)[..., None].expand(-1, -1, target_hidden.shape[-1])
-        labels = predicting(target_hidden.gather(1, before))                     # what the target predicts them from
-    loss = token_losses(target.logits, target, predicting(hidden), labels, chunk)
-    return (loss * weight).sum(), weight.sum()
-
-
-# ---- baselines: drafting one token after the other ---------------------------------------------------------------------------------
-
-def chain_attention(q, keys, values):
-    """One step of the training-time test: chain t sees step 0 up to position t, and itself in every later step.
-    q: (B, S, H, D); keys, values: (B, S, K, D) of step 0, step 1, ... -> (B, S, H, D)"""
-    S, q = q.shape[1], q.unflatten(2, (keys[0].shape[2], -1)) * q.shape[3] ** -0.5        # (B, S, K, H / K, D)
-    future = torch.ones(S, S, dtype=torch.bool, device=q.device).triu(1)
-    scores = torch.einsum("bskgd,btkd->bkgst", q, keys[0]).masked_fill(future, float("-inf"))
-    own = [torch.einsum("bskgd,bskd->bkgs", q, k)[..., None] for k in keys[1:]]
-    weights = torch.cat((scores, *own), -1).float().softmax(-1).to(q.dtype)      # (B, K, H / K, S, S + steps)
-    out = torch.einsum("bkgst,btkd->bskgd", weights[..., :S], values[0])
-    for i, v in enumerate(values[1:], S):
-        out = out + torch.einsum("bkgs,bskd->bskgd", weights[..., i], v)
-    return out.flatten(2, 3)
-
+# ---- baselines: drafting one token after the other ---------------------------------------------------------
 
 class Eagle3Drafter(Drafter):
     """EAGLE-3 (Li et al., arXiv:2503.01840): one layer whose position t reads the target's feature of t and the embedding of the token at t + 1,
@@ -424,9 +453,10 @@ class Eagle3Drafter(Drafter):
 
     def read(self, target, text, features, positions, cache):
         """As DFlashDrafter.read."""
-        self.step(target, self.fc(rows_at(features, positions)), text.gather(1, positions + 1), positions, cache)
+        hidden = self.fc(rows_at(features, positions))
+        self.step(target, hidden, text.gather(1, positions + 1), positions, cache)
 
-    def draft(self, target, text, features, start, window, block_size, cache, sample):
+    def draft(self, target, text, features, start, window, block_size, cache, sample, steps=1):
         """As DFlashDrafter.draft, in block_size - 1 passes. sample: (logits (B, 1, V), slot) -> (B, 1), the token drafted in that slot
         (counted from 0), which the next pass reads."""
         positions = last_positions(start, window)
@@ -438,28 +468,33 @@ class Eagle3Drafter(Drafter):
             ids, positions = sample(logits[-1], slot), positions[:, -1:] + 1
         return torch.cat(logits, 1)
 
-    def loss(self, target, ids, features, trainable, target_hidden=None, chunk=2**28):
-        """Training-time test: block_size - 1 steps of drafting from every position at once, each fed with the hidden states of the one before.
-        In step j chain t stands at position t + j, reads the token behind it and predicts the one at t + 2 + j; the step weighs 0.8**j.
-        Arguments and result as `drafter_loss` has them."""
-        (B, S), steps = ids.shape, self.config.block_size - 1
-        ahead = lambda x, n: torch.cat((x[:, n:], torch.zeros_like(x[:, :n])), 1)         # [t] is x[t + n]
-        hidden, keys, values, total, weight = self.fc(features).to(self.dtype), [], [], 0.0, 0.0
-        for j in range(steps):
-            positions = torch.arange(j, S + j, device=ids.device).expand(B, S)
-            q, k, v = self.project(hidden, target.model.embed_tokens(ahead(ids, 1 + j)), positions)
-            keys.append(k)
-            values.append(v)
-            if steps * B * q.shape[2] * S * S > chunk:                           # too many scores to keep: the backward pass has them again
-                attended = torch.utils.checkpoint.checkpoint(chain_attention, q, list(keys), list(values), use_reentrant=False)
-            else:
-                attended = chain_attention(q, keys, values)
-            hidden = self.finish(hidden, attended)
-            counts = ahead(trainable, 2 + j)                                     # (B, S)
-            labels = ahead(ids, 2 + j) if target_hidden is None else ahead(target_hidden, 1 + j)
-            losses = token_losses(target.logits, target, self.norm(hidden[counts]), labels[counts], chunk // steps)
-            total += 0.8**j * losses.sum()
-            weight += 0.8**j * counts.sum()
+    def loss(self, target, batch, gamma=None, chunk=2**28):
+        """Training-time test: block_size - 1 steps of drafting, each fed with the hidden states of the one before.
+        In step j a chain stands at position t + j, reads the token behind it and predicts the one at t + 2 + j; the
+        step weighs 0.8**j. The first step is taken from every position, the others, of which each sees the first
+        one's keys and those of its own chain, from the anchors' predecessors only. Result as `DFlashDrafter.loss`."""
+        (B, S), device = batch.ids.shape, batch.ids.device
+        start = torch.arange(S, device=device).expand(B, S)                      # of the chains (B, N)
+        hidden, counts = self.fc(batch.features).to(self.dtype), torch.ones_like(batch.trainable)
+        keys, values, mask_mod, total, weight = [], [], causal(start), 0.0, 0.0
+        for j in range(self.config.block_size - 1):
+            ids = batch.ids.gather(1, (start + j + 1).clamp(max=S - 1))
+            q, k, v = self.project(hidden, target.model.embed_tokens(ids), start + j)
+            keys.append(k.transpose(1, 2))
+            values.append(v.transpose(1, 2))
+            mask = make_mask(mask_mod, B, start.shape[1], sum(k.shape[2] for k in keys), device, q.dtype)
+            out = attention(q.transpose(1, 2), torch.cat(keys, 2), torch.cat(values, 2), mask)
+            hidden = self.finish(hidden, out.transpose(1, 2))
+            label_at = (start + j + 2).clamp(max=S - 1)
+            has_label = counts & batch.trainable.gather(1, label_at) & (start + j + 2 < S)
+            losses = token_losses(target.logits, target, self.norm(hidden).flatten(0, 1),
+                                  batch.labels(label_at).flatten(0, 1), chunk)
+            share = 0.8**j * S / start.shape[1]                                  # fewer chains weigh as much as all
+            total += share * (losses * has_label.flatten()).sum()
+            weight += share * has_label.sum()
+            if j == 0:
+                start, counts = (batch.anchors - 1).clamp(min=0), batch.valid
+                hidden, mask_mod = rows_at(hidden, start), chains(start, S)
         return total, weight
 
 
@@ -488,7 +523,7 @@ class ARDrafter(Drafter):
         """As DFlashDrafter.read."""
         self.transformer(text.gather(1, positions), positions, cache)
 
-    def draft(self, target, text, features, start, window, block_size, cache, sample):
+    def draft(self, target, text, features, start, window, block_size, cache, sample, steps=1):
         """As Eagle3Drafter.draft; the first pass reads the anchor too."""
         positions = last_positions(start + 1, window + 1)
         ids, logits = text.gather(1, positions), []
@@ -498,11 +533,14 @@ class ARDrafter(Drafter):
             ids, positions = sample(logits[-1], slot), positions[:, -1:] + 1
         return torch.cat(logits, 1)
 
-    def loss(self, target, ids, trainable, target_hidden=None):
-        """Cross-entropy of the next token where that is trainable; see `drafter_loss`."""
-        counts, labels = trainable[:, 1:], ids[:, 1:] if target_hidden is None else target_hidden[:, :-1]
-        hidden = self.transformer(ids)[0][:, :-1]
-        return token_losses(self.transformer.logits, target, hidden[counts], labels[counts]).sum(), counts.sum().float()
+    def loss(self, target, batch, gamma=None, chunk=2**28):
+        """Cross-entropy of the next token where that is trainable; result as `DFlashDrafter.loss`."""
+        counts = batch.trainable[:, 1:]
+        positions = torch.arange(1, batch.ids.shape[1], device=counts.device)
+        labels = batch.labels(positions.expand_as(counts))
+        hidden = self.transformer(batch.ids)[0][:, :-1]
+        losses = token_losses(self.transformer.logits, target, hidden[counts], labels[counts], chunk)
+        return losses.sum(), counts.sum()
 
 
 DRAFTERS = {cls.method: cls for cls in (DFlashDrafter, Eagle3Drafter, ARDrafter)}
@@ -539,12 +577,14 @@ def load_drafter(path, target):
     for cls in DRAFTERS.values():
         if named == [cls.architecture]:
             return cls.from_pretrained(path, target)
-    raise UserError(f"{path}: not a drafter (architectures {named}); give a folder that train.py wrote as drafter/, eagle3/ or ar/, or a published DFlash drafter")
+    raise UserError(f"{path}: not a drafter (architectures {named}); give a folder that train.py wrote "
+                    "as drafter/, eagle3/ or ar/, or a published DFlash drafter")
 
 
 def drafter_folders(out):
     """The drafters that train.py has left in a folder; DFlash's where there is none."""
-    return [Path(out) / kind.folder for kind in DRAFTERS.values() if (Path(out) / kind.folder).exists()] or [Path(out) / "drafter"]
+    folders = [Path(out) / kind.folder for kind in DRAFTERS.values()]
+    return [folder for folder in folders if folder.exists()] or folders[:1]
 
 
 def load_drafters(folders, target):

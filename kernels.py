@@ -72,6 +72,16 @@ def input_injection_training(anchors, context_length, block_size):
     return input_injection_training_mask
 
 
+def chains(start, context_length):
+    """EAGLE-3's training: chain n drafts behind position start[b, n], a token a step. Keys are [context
+    0..context_length-1 | step 1 of chains 0, 1, ... | step 2 of chains 0, 1, ... | ...]. A chain sees the context
+    up to its start, and itself. start: (B, N) int64."""
+    def chains_mask(b, h, q_idx, kv_idx):
+        own = (kv_idx - context_length) % start.shape[1] == q_idx
+        return torch.where(kv_idx < context_length, kv_idx <= start[b, q_idx], own)
+    return chains_mask
+
+
 # ---- the two executors ---------------------------------------------------------------------------------------------------
 
 FLEX_QUERIES = 128    # a BlockMask's tile: with fewer queries there is nothing to skip, and a dense mask needs no compilation
@@ -88,7 +98,8 @@ def dense(mask_mod, B, Q, KV, device, dtype=torch.float32):
     """The predicate as an additive mask: (B, 1, Q, KV), 0 where visible and -inf where not. (Predicates are elementwise, so plain
     broadcasting evaluates them; `create_mask` goes through vmap and costs as much as a whole small layer.)"""
     b, q, kv = (torch.arange(n, device=device) for n in (B, Q, KV))
-    visible = mask_mod(b.view(-1, 1, 1, 1), torch.zeros((), dtype=torch.int64, device=device), q.view(-1, 1), kv)
+    head = torch.zeros((), dtype=torch.int64, device=device)
+    visible = mask_mod(b.view(-1, 1, 1, 1), head, q.view(-1, 1), kv)
     return torch.zeros((), dtype=dtype, device=device).where(visible, float("-inf")).expand(B, 1, Q, KV)
 
 
@@ -180,3 +191,25 @@ class Stopwatch:
             ended.synchronize()
             return began.elapsed_time(drafted), drafted.elapsed_time(ended)
         return 1e3 * (drafted - began), 1e3 * (ended - drafted)
+
+
+# ---- python kernels.py: who sees whom ----------------------------------------------------------------------
+
+def draw(title, mask_mod, rows, columns):
+    """Prints a mask: a line a query, a column a key; rows, columns: {name: how many} of each kind."""
+    seen = dense(mask_mod, 1, sum(rows.values()), sum(columns.values()), "cpu")[0, 0] == 0
+    print(f"\n{title}\n\n{'':12}" + " ".join(f"{name:{2 * n - 1}}" for name, n in columns.items()))
+    for name, part in zip(rows, seen.split([*rows.values()])):
+        for line in part:
+            cells = [" ".join(".█"[see] for see in group) for group in line.int().split([*columns.values()])]
+            print(f"{name:12}" + " ".join(cells))
+
+
+if __name__ == "__main__":
+    blocks = {"3 4 5": 3, "4 5 6": 3, "6 7 8": 3}
+    draw("training: a context of 8 positions, blocks of 3 at the anchors 3, 4 and 6",
+         dflash_training(torch.tensor([[3, 4, 6]]), 8, 3), blocks, {"0 1 2 3 4 5 6 7": 8, **blocks})
+    ancestors = torch.eye(5).bool()
+    ancestors[1:, 0] = ancestors[3:, 1] = True
+    draw("verification: a tree of drafts behind a context of 4: anchor a, behind it b or c, behind b d or e",
+         tree(torch.tensor([4]), ancestors[None]), dict.fromkeys("abcde", 1), {"0 1 2 3": 4, "a b c d e": 5})

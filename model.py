@@ -211,8 +211,7 @@ class Transformer(nn.Module):
                    hidden_states[i + 1]
         tree:      (start (B,), ancestors (B, Q, Q) bool): the tokens are a tree of drafts, in slots start,
                    start + 1, ... of the cache, and see as `kernels.tree` says
-        Returns (hidden, features): (B, Q, C) after the final norm, for `logits`; (B, Q, len(taps) * C), or
-        None without taps.
+        Returns (hidden, features): (B, Q, C) after the final norm, for `logits`; (B, Q, len(taps) * C).
         """
         B, Q = ids.shape
         order = torch.arange(Q, device=ids.device)
@@ -228,7 +227,7 @@ class Transformer(nn.Module):
             x = layer(x, rope, mask, cache)
             if i in taps:
                 tapped[i] = x
-        features = torch.cat([tapped[i] for i in taps], -1) if len(taps) else None
+        features = torch.cat([tapped[i] for i in taps], -1) if len(taps) else x[..., :0]
         return self.model.norm(x), features
 
     @classmethod
@@ -280,7 +279,7 @@ class Sampling:
         """
         return (logits if self.temperature == 0 else self.probabilities(logits) / noise).argmax(-1)
 
-    def guesses(self, logits, noise):
+    def guess_probabilities(self, logits, noise):
         """A drafter's logits -> probabilities (..., V) of what the target will draw with this noise. (Squared
         ones at temperature 0: greedy text is easier to guess than the sampled text that the drafter's
         probabilities are of.)

@@ -1,12 +1,13 @@
 """From nothing to a target, its DFlash drafter and a measured benchmark:
 
-    python train.py                          the type stubs of torch and numpy as text, a preset for the machine at hand
+    python train.py                          the type stubs of torch and numpy as text, a preset for this machine
+    python train.py --minutes 3              the same in three minutes
     python train.py --data notes/ book.txt   your own text
     torchrun --nproc_per_node=4 train.py     on four devices
 
-Stages, each skipped when its result is already in --out: corpus, tokenizer, target, responses (the target's own continuations of
-training prefixes), drafter, benchmark. A killed run goes on with --resume and ends with the same weights, bit for bit: everything
-random is a function of the seed and the step.
+Stages, each skipped when its result is already in --out: tokenizer, target, responses (the target's own
+continuations of training prefixes), drafter, benchmark. A killed run goes on with --resume and ends with the same
+weights, bit for bit on the CPU: everything random is a function of the seed and the step.
 """
 import argparse
 import copy
@@ -23,288 +24,390 @@ import statistics
 import sys
 import sysconfig
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import regex
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
 from decode import autoregressive, benchmark, cycle_ms, idle, run_benchmark
-from drafter import DRAFTERS, default_taps, pick_mask_token, sample_anchors
+from drafter import DRAFTERS, TrainingBatch, default_taps, pick_mask_token, sample_anchors
 from kernels import allow_recompiling, has_compiler
-from model import (CODE_PATTERN, MLP, DecoderLayer, ModelConfig, RMSNorm, Tokenizer, Transformer, UserError, atomic_write, choose_sampling,
-                   encode_entries, find_device, parse_options, read_entries, read_json, read_prompts, read_text, run_command, stop_tokens, write_json)
+from model import (CODE_PATTERN, MLP, DecoderLayer, ModelConfig, RMSNorm, Tokenizer, Transformer, UserError,
+                   atomic_write, check, choose_sampling, encode_entries, find_device, parse_options,
+                   read_entries, read_json, read_prompts, read_text, reading, run_command, stop_tokens,
+                   write_json)
 
-MASK_TOKEN = "<|mask|>"
-END_TOKEN = "<|endoftext|>"
-KEEP = 2**32    # bytes of the target's features that the drafter's training holds in memory; more are computed anew at each step
-
-
-# ---- corpus: definitions of source files, paragraphs of other text ----------------------------------------------------------------
-
-class Document(NamedTuple):
-    domain: str
-    text: str
+FEATURE_CACHE = 2**32    # bytes of what the target makes of the responses; more is computed anew at each step
 
 
-PIECE = 4000      # characters: larger classes are cut at their methods, larger texts at blank lines
-DOCUMENT = 3000   # characters: pieces of one file that follow each other are gathered into documents of about this size
-SHINGLE = 50      # characters: the unit in which the overlap of two texts is counted
+# ---- the target --------------------------------------------------------------------------------------------
+
+def train_target(run, args, tokenizer, ids, heldout):
+    """ids, heldout: (N,) token ids of the training and of the held-out text -> the trained Transformer."""
+    folder = run.out / "target"
+    if not run.is_done(args, "target"):
+        run.begin("target")
+        config = ModelConfig(
+            vocab_size=tokenizer.vocab_size, hidden_size=args.hidden_size, num_hidden_layers=args.layers,
+            intermediate_size=args.intermediate_size, num_attention_heads=args.heads,
+            num_key_value_heads=args.kv_heads, head_dim=args.hidden_size // args.heads,
+            eos_token_id=tokenizer.eos_id)
+        target = Transformer(config)
+        target.init_weights(generator(args.seed, 0))
+        target.to(run.device)
+        S = args.sequence_length
+        trainer = Trainer(run, "target", target, args.target_lr, args.target_steps, args.batch * S)
+        for step in trainer:
+            rows = window_batch(ids, S, args.batch, args.seed, step)             # (batch, S + 1)
+            rows = run.share(rows).to(run.device)
+            loss = next_token_loss(run, target, rows)
+            trainer.update(loss, torch.tensor(rows[:, 1:].numel(), device=run.device))
+            if trainer.is_milestone(step):
+                trainer.log_too["heldout_loss"] = heldout_loss(run, target, heldout, S, args.batch)
+        if run.main:
+            target.save_pretrained(folder)
+        run.finish("target")
+    return Transformer.from_pretrained(folder, device=run.device)
 
 
-def cut_text(text, size):
-    """Pieces of at most about `size` characters, cut at blank lines; a longer paragraph is cut at lines, a longer line by length."""
-    parts = [""]
-    for paragraph in re.split(r"(?<=\n)(?=[ \t]*\n)", text):
-        for piece in re.findall(rf"[^\n]{{1,{size}}}\n?|\n", paragraph) if len(paragraph) > size else [paragraph]:
-            if parts[-1] and len(parts[-1]) + len(piece) > size:
-                parts.append("")
-            parts[-1] += piece
-    return parts
+def window_batch(ids, length, batch, seed, step):
+    """Rows of length + 1 consecutive tokens: epoch by epoch, each time cut at another offset and in another
+    order. ids: (N,). Returns (batch, length + 1)."""
+    windows = max(1, (len(ids) - 1) // length - 1)
+    rows = []
+    for epoch, place in epoch_places(step, batch, windows):
+        g = generator(seed, 1, epoch)
+        offset = int(torch.randint(max(1, len(ids) - windows * length), (), generator=g))
+        begin = offset + int(torch.randperm(windows, generator=g)[place]) * length
+        rows.append(ids[begin:begin + length + 1])
+    return torch.stack(rows)
 
 
-def statements(text, indent):
-    """Cuts Python text into (name, statement) at this indentation. Overloads of one name are one statement; what is neither def nor class
-    has the name "" and is gathered. Decorators and comments go with what follows. It scans lines, for stubs need not parse."""
-    found, pending, quote = [["", ""]], "", None
-    for line in text.splitlines(True):
-        body = line.strip()
-        starts = (body and not quote and len(line) - len(line.lstrip()) <= indent and not re.match(r"[)\]}]|(else|elif|except|finally)\b", body))
-        for mark in re.findall(r'"""|\'\'\'', "" if body[:1] == "#" and not quote else line):
-            quote = mark if quote is None else None if quote == mark else quote
-        if starts and body[0] not in "@#":
-            name = (re.findall(r"^(?:async )?(?:def|class) +(\w+)", body) or [""])[0]
-            if name != found[-1][0] or not name and len(found[-1][1]) > DOCUMENT / 2:
-                found.append([name, ""])
-            found[-1][1] += pending + line
-            pending = ""
-        elif starts or pending and (not body or re.search(r"^\s*@", pending, re.M)):
-            pending += line
-        else:                                                                    # the inside of the current statement
-            found[-1][1] += pending + line
-            pending = ""
-    found[-1][1] += pending
-    return found
+def epoch_places(step, batch, rows):
+    """(epoch, place in it) of each row of a step's batch, with `rows` rows an epoch."""
+    return [divmod(i, rows) for i in range(step * batch, (step + 1) * batch)]
 
 
-def cut_python(text, indent=0):
-    """One piece for each function with its overloads, and each class or, where it is large, each of its methods; the rest in groups."""
-    for name, part in statements(text, indent):
-        head = re.search(r"^class [^:]*?:[^\n]*\n", part, re.M) if indent == 0 and len(part) > PIECE else None
-        inner = head and re.search(r"^( +)\S", part[head.end():], re.M)
-        if inner:
-            yield part[:head.end()]
-            yield from cut_python(part[head.end():], len(inner[1]))
-        else:
-            yield from cut_text(part, 4 * PIECE if name else PIECE)
+def next_token_loss(run, target, rows):
+    """rows (B, S + 1) -> the sum of the losses of tokens 1 .. S"""
+    with run.autocast():
+        logits = target.logits(target(rows[:, :-1])[0])                          # (B, S, V)
+    return F.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten(), reduction="sum")
 
 
-def default_corpus(preset):
-    """(folders, suffixes) of text that is on every machine: the type stubs of torch and numpy, about 4 MB; for a GPU the sources of both
-    and of the standard library as well, about 90 MB."""
-    folders = [Path(importlib.util.find_spec(name).origin).parent for name in ("torch", "numpy")]    # find_spec does not import them
-    return (folders, (".pyi",)) if preset == "cpu" else ([*folders, sysconfig.get_paths()["stdlib"]], (".py", ".pyi"))
+@torch.no_grad()
+def heldout_loss(run, target, heldout, length, batch):
+    """Nats a token on at most 64 rows of held-out text; None where that is shorter than a row."""
+    n = min(64, (len(heldout) - 1) // length)
+    if n < 1:
+        return None
+    rows = torch.stack([heldout[i * length:(i + 1) * length + 1] for i in range(n)]).to(run.device)
+    # On the CPU not worth compiling without gradients; on CUDA eager FlexAttention would keep all its scores.
+    with torch.compiler.set_stance("default" if run.device.type == "cuda" else "force_eager"):
+        return sum(next_token_loss(run, target, part).item() for part in rows.split(batch)) / (n * length)
 
 
-def find_texts(paths, suffixes, entries=None):
-    """(path, text) of every file to read, in an order that is the same on every machine. entries: a list that takes the rows of .jsonl
-    files, and of .json files given by name; None: of .jsonl files only rows of text can be read."""
-    for path in map(Path, paths):
-        if not path.exists():
-            raise UserError(f"{path}: no such file or folder; --data takes text files and folders")
-        names = sorted(p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file())
-        names = [n for n in names if not re.search(r"(^|/)(\.|site-packages/)", n) and n.endswith(tuple(suffixes or [""]))]
-        files = [path] if path.is_file() else [path / n for n in names]
-        tables = [p for p in files if p.suffix == ".jsonl" or entries is not None and p == path and p.suffix == ".json"]
-        rows = [row for p in tables for row in read_entries(p)]
-        texts = [(p, text) for p in files if p not in tables for text in texts_of(p)]
-        if entries is not None:
-            entries += rows
-        elif not all("text" in row for row in rows):
-            raise UserError(f"{path}: holds chats or prompts in {tables[0].name}, not text; to train a drafter on them give its --target")
-        else:
-            texts += [(path, row["text"]) for row in rows]
-        if not texts and not rows:
-            raise UserError(f"{path}: holds no {' or '.join(suffixes or ('UTF-8',))} text; give files or folders with some")
-        yield from texts
+# ---- what the drafter learns from --------------------------------------------------------------------------
+
+def make_responses(run, args, target, tokenizer, prompts):
+    """The target's own continuations of training prompts (section 4.2): ids (R, S) padded on the right, and
+    trainable (R, S): the response, up to and including the end of text. prompts: rows of ids.
+
+    Decoded a batch at a time, at one temperature each, into files that a killed run need not make again."""
+    folder, batch_size = run.out / "responses", args.response_batch
+    if not run.is_done(args, "responses"):
+        run.begin("responses")
+        folder.mkdir(exist_ok=True)
+        stop_ids = stop_tokens(target, tokenizer)
+        if run.bfloat16:
+            target = copy.deepcopy(target).to(torch.bfloat16)                    # half the bytes to stream
+        prompts = prompts[:args.responses]
+        parts = [prompts[i:i + batch_size] for i in range(0, len(prompts), batch_size)]
+        if run.minutes:
+            autoregressive(target, parts[0], 4)                                  # warm-up
+            began = time.monotonic()
+            if run.main and "responses" not in run.plan:
+                decode_part(args, target, parts[0], 0, folder, stop_ids)
+            seconds = time.monotonic() - began
+            parts = parts[:run.decide("responses", 1 + run.world * run.seconds_for("responses") / seconds)]
+        with run.bar(len(parts) * batch_size * args.response_tokens, "responses", "token") as bar:
+            for n, part in enumerate(parts):
+                if n % run.world == run.rank:
+                    decode_part(args, target, part, n, folder, stop_ids)
+                bar.update(batch_size * args.response_tokens)
+        idle.clear()                                                             # caches for many rows
+        run.finish("responses")
+    return read_responses(folder)
 
 
-def texts_of(path):
-    """A file's text, if it is UTF-8 and not empty, else nothing."""
-    try:
-        text = read_text(path)
-    except UserError:
-        return []
-    return [text] if text.strip() and "\0" not in text else []
+def decode_part(args, target, prompts, n, folder, stop_ids):
+    """Writes the responses to the n-th batch of prompts, where they are not there yet."""
+    file = folder / f"{n:05d}.safetensors"
+    if not file.exists():
+        seed = [(args.seed * 1_000_003 + n) * args.response_batch + i for i in range(len(prompts))]
+        out = autoregressive(target, prompts, args.response_tokens, **args.cuts, stop_ids=stop_ids, seed=seed,
+                             temperature=args.temperatures[n % len(args.temperatures)])
+        rows = [torch.tensor(p + t, dtype=torch.int32) for p, t in zip(prompts, out.tokens)]
+        tensors = {"tokens": torch.cat(rows), "length": torch.tensor([len(row) for row in rows]),
+                   "prompt": torch.tensor([len(p) for p in prompts])}
+        atomic_write(file, lambda name: save_file(tensors, name))
 
 
-def read_corpus(paths, suffixes=None, entries=None):
-    """Documents in a fixed order, without repetitions: of pieces that differ in white space alone, the first stays."""
-    documents, seen = [], {""}
-    for path, text in find_texts(paths, suffixes, entries):
-        python, tests = path.suffix in (".py", ".pyi"), "numpy/typing/tests" in path.as_posix()
-        last = None
-        for piece in cut_python(text) if python else cut_text(text, DOCUMENT):
-            key = "".join(piece.split())
-            if key in seen:
-                continue
-            seen.add(key)
-            domain = ("text" if not python else "type tests" if tests else "documentation" if '"""' in piece else
-                      "signatures" if path.suffix == ".pyi" else "code")
-            piece = piece.strip("\n") + "\n"
-            if last == domain and len(documents[-1].text) + len(piece) < DOCUMENT:
-                documents[-1] = Document(domain, documents[-1].text + piece)
-            else:
-                documents.append(Document(domain, piece))
-            last = domain
-    if not documents and not entries:
-        raise UserError("the corpus is empty; --data takes UTF-8 text files and folders")
-    return documents
+def read_responses(folder):
+    """-> ids, trainable (R, S)"""
+    rows, prompt_lengths = [], []
+    for file in sorted(folder.glob("*.safetensors")):
+        with reading(file):
+            tensors = load_file(file)
+        rows += tensors["tokens"].long().split(tensors["length"].tolist())
+        prompt_lengths += tensors["prompt"].tolist()
+    if not rows:
+        raise UserError(f"{folder}: holds no responses; delete responses.settings.json to make them again")
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    place, length = torch.arange(ids.shape[1]), torch.tensor([len(row) for row in rows])
+    return ids, (place >= torch.tensor(prompt_lengths)[:, None]) & (place < length[:, None])
 
 
-def hold_out(items, text_of, seed, fraction=0.04):
-    """(training, held-out) items: held out are the ones whose text has the smallest hashes, at least one."""
-    ranked = sorted(items, key=lambda item: fingerprint([str(seed), text_of(item)]))
-    heldout = set(map(text_of, ranked[:math.ceil(fraction * len(items))]))
-    return [item for item in items if text_of(item) not in heldout], [item for item in items if text_of(item) in heldout]
+def corpus_rows(args, ids):
+    """The switch --responses-from corpus: as `make_responses`, of the text as people wrote it."""
+    length = args.prompt_tokens + args.response_tokens
+    begin = torch.randint(max(1, len(ids) - length), (args.responses,), generator=generator(args.seed, 2))
+    rows = torch.stack([ids[i:i + length] for i in begin])
+    return rows, (torch.arange(length) >= args.prompt_tokens).expand(rows.shape)
 
 
-def fingerprint(texts):
-    return hashlib.sha256("\0".join(texts).encode("utf-8", "replace")).hexdigest()[:16]
+# ---- the drafter (section 4.2) -----------------------------------------------------------------------------
+
+def train_drafter(run, args, target, tokenizer, ids, trainable):
+    """ids, trainable: (R, S), see `make_responses` -> the trained drafter, of the kind that --drafter names."""
+    kind = DRAFTERS[args.drafter]
+    folder, R = run.out / kind.folder, len(ids)
+    if not run.is_done(args, "drafter", kind.folder):
+        run.begin(kind.folder)
+        L, target = target.config.num_hidden_layers, target.requires_grad_(False)
+        taps = default_taps(L, args.taps)
+        if len(taps) < args.taps and run.main:
+            print(f"drafter: the target has {L} layers, so there are {len(taps)} taps, not {args.taps}")
+        drafter = kind.for_target(
+            target, num_layers=args.draft_layers, block_size=args.block_size, target_layer_ids=taps,
+            mask_token_id=pick_mask_token(tokenizer, target.config.vocab_size, args.mask_token),
+            injection=args.injection, chat_options=tokenizer.chat_options)
+        drafter.init_weights(target, generator(args.seed, 3))
+        drafter.to(run.device)
+        taps, cached = drafter.config.target_layer_ids, target_outputs_of_all(run, args, target, drafter, ids)
+        steps = args.drafter_steps or args.epochs and math.ceil(args.epochs * R / args.draft_batch)
+        trainer = Trainer(run, kind.folder, drafter, args.drafter_lr, steps, args.draft_batch * ids.shape[1])
+        for step in trainer:
+            rows = torch.stack([torch.randperm(R, generator=generator(args.seed, 4, epoch))[place]
+                                for epoch, place in epoch_places(step, args.draft_batch, R)])
+            anchors, valid, revealed = sample_anchors(
+                trainable[rows], args.anchors, args.block_size, generator(args.seed, 5, step),
+                args.anchor_choice, args.reveal)
+            rows, *blocks = (run.share(x) for x in (rows, anchors, valid, revealed))
+            hidden, features = ([x[rows] for x in cached] if cached else
+                                target_outputs(run, target, taps, ids[rows]))
+            tensors = (ids[rows], trainable[rows], features, hidden, *blocks)
+            batch = TrainingBatch(*(x.to(run.device) for x in tensors), soft=args.labels == "soft")
+            with run.autocast():
+                loss, weight = drafter.loss(target, batch, args.gamma)
+            trainer.update(loss, weight)
+        if run.main:
+            drafter.to(target.dtype).save_pretrained(folder)
+        run.finish(kind.folder)
+    return kind.from_pretrained(folder, target)
 
 
-def split(documents, seed, most=0.5):
-    """(training, held-out) documents. A held-out document of which more than `most` stands in the training text as well, counted in
-    shingles, is dropped from both: it would flatter the results."""
-    training, heldout = hold_out(documents, lambda d: d.text, seed)
-
-    def shingles(text):
-        text = " ".join(text.split())
-        return (text[i:i + SHINGLE] for i in range(len(text) - SHINGLE + 1))
-    own = [set(shingles(d.text)) for d in heldout]
-    wanted = set().union(*own)                                                   # small, unlike the set of all training shingles
-    known = {s for d in training for s in shingles(d.text) if s in wanted}
-    return training, [d for d, s in zip(heldout, own) if s and len(s & known) <= most * len(s)]
+@torch.no_grad()
+def target_outputs(run, target, taps, ids):
+    """What the frozen target makes of ids (B, S): final hidden states (B, S, C), features (B, S, taps * C)."""
+    with run.autocast():
+        outputs = target(ids.to(run.device), taps=taps)
+    return [x.to(torch.bfloat16) if run.bfloat16 else x for x in outputs]
 
 
-# ---- BPE -------------------------------------------------------------------------------------------------------------------------
+def target_outputs_of_all(run, args, target, drafter, ids):
+    """`target_outputs` of all responses, which are read many times, where there is room for them; else None."""
+    taps = drafter.config.target_layer_ids
+    key = args.responses_from, *taps
+    nbytes = ids.numel() * (1 + len(taps)) * target.config.hidden_size * (2 if run.bfloat16 else 4)
+    if key not in run.feature_cache and nbytes <= FEATURE_CACHE:
+        parts = tqdm(ids.split(args.draft_batch), "features", disable=not run.main)
+        outputs = [target_outputs(run, target, taps, part) for part in parts]
+        run.feature_cache[key] = [torch.cat(each) for each in zip(*outputs)]
+    return run.feature_cache.get(key)
 
-SHIFT = 32  # a pair of symbols (a, b) is kept as the one integer a << SHIFT | b
+
+# ---- one training loop for both ----------------------------------------------------------------------------
+
+class Trainer:
+    """`for step in trainer`: the loop's body computes a loss and calls `update` with it. Learning rates,
+    checkpoints and the log are kept here. The loop starts from the checkpoint that is there.
+
+    lr: (Muon's, AdamW's). steps: None: as many as fit into the stage's part of --minutes, which a few real steps
+    at learning rate zero measure first. tokens_a_step: for the log."""
+
+    def __init__(self, run, stage, module, lr, steps, tokens_a_step):
+        self.run, self.stage, self.module, self.steps = run, stage, module.train(), steps
+        self.tokens_a_step, self.log_too, self.losses = tokens_a_step, {}, []
+        self.optimizers = build_optimizers(module, lr)
+        self.checkpoint = run.out / f"{stage}.checkpoint.safetensors"
+        if run.compile:
+            allow_recompiling()
+            for part in module.modules():                                        # one compiled function for all layers
+                if isinstance(part, (DecoderLayer, MLP, RMSNorm)):
+                    part.compile()
+
+    def __iter__(self):
+        if self.steps is None and self.stage not in self.run.plan:
+            yield from self.timing()
+        if self.steps is None:
+            self.steps = self.run.decide(self.stage)
+        done = load_checkpoint(self.checkpoint, self.module, self.optimizers)
+        self.run.forget(self.stage, done)
+        self.saved = self.began = time.monotonic()
+        with self.run.bar(self.steps, self.stage, initial=done) as self.bar:
+            for step in range(done, self.steps):
+                self.factor = learning_rate_factor(step, self.steps, muon=len(self.optimizers) > 1)
+                yield step
+                self.bar.update()
+                if (step + 1) % 10 == 0 or step + 1 == self.steps:
+                    self.report(step + 1, step + 1 - done)
+
+    def timing(self):
+        """Eight steps that change no weight; what they leave in the optimizers is dropped."""
+        if self.run.main:
+            print(f"{self.stage}: compiling and timing a step, about half a minute ...", flush=True)
+        self.factor, marks = 0.0, [time.monotonic()]
+        for step in range(8):
+            yield step
+            self.losses.pop().item()                                             # waits for the device
+            marks.append(time.monotonic())
+        for optimizer, _ in self.optimizers:
+            optimizer.state.clear()
+        each = statistics.median(b - a for a, b in zip(marks[2:], marks[3:]))
+        seconds = self.run.seconds_for("target" if self.stage == "target" else "drafter")
+        self.run.decide(self.stage, max(20, seconds / each))
+
+    def update(self, loss, weight):
+        """One step of the optimizers along the gradient of sum(loss) / sum(weight) over all processes."""
+        total = self.run.sum(weight.detach().float().clone()).clamp(min=1e-6)
+        (loss / total).backward()
+        parameters = [p for p in self.module.parameters() if p.grad is not None]
+        if self.run.world > 1:
+            flat = self.run.sum(torch.cat([p.grad.flatten() for p in parameters]))
+            for p, grad in zip(parameters, flat.split([p.numel() for p in parameters])):
+                p.grad.copy_(grad.view_as(p))
+        norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        for optimizer, lr in self.optimizers:
+            optimizer.param_groups[0]["lr"] = lr * self.factor
+            optimizer.step()
+            optimizer.zero_grad()
+        loss = self.run.sum(loss.detach().clone()) / total
+        self.losses.append(torch.where(norm.isfinite(), loss, math.nan))         # such gradients spoil the weights
+
+    def is_milestone(self, step):
+        """Five times a run, and at its end: is it worth an evaluation?"""
+        every = max(10, (self.steps or 0) // 50 * 10)
+        return self.factor > 0 and ((step + 1) % every == 0 or step + 1 == self.steps)
+
+    def report(self, step, steps):
+        """Log and bar; then a checkpoint, where it is time for one. The loss is looked at first: no checkpoint
+        holds a NaN. step: done in all; steps: done by this process."""
+        loss = torch.stack(self.losses).mean().item()
+        self.losses.clear()
+        rate = steps * self.tokens_a_step / (time.monotonic() - self.began)
+        if not math.isfinite(loss):
+            flag = "target" if self.stage == "target" else "drafter"
+            raise UserError(f"the {self.stage}'s loss is {loss} at step {step}; no checkpoint holds it: "
+                            f"lower --{flag}-lr and use another --out")
+        self.bar.set_postfix_str(f"loss {loss:.3f}, {rate:,.0f} tokens/s")
+        self.run.log(stage=self.stage, step=step, loss=loss, tokens_per_second=rate, **self.log_too)
+        self.log_too.clear()
+        due = time.monotonic() - self.saved >= self.run.checkpoint_seconds and step < self.steps
+        if self.run.main and due:
+            save_checkpoint(self.checkpoint, self.module, self.optimizers, step)
+            self.saved = time.monotonic()
 
 
-def train_bpe(text_chunks, vocab_size, pattern):
-    """Learn byte-level merges: [(left bytes, right bytes), ...] in order, at most vocab_size - 256.
+def build_optimizers(module, lr):
+    """[(optimizer, its learning rate)]: Muon (orthogonalized momentum, Jordan 2024) for the layers' matrices,
+    AdamW for embeddings, head, norms and biases; AdamW for all where Muon's rate is None."""
+    muon_lr, adamw_lr = lr
+    matrices, others = [], []
+    for name, p in module.named_parameters():
+        is_matrix = p.dim() == 2 and "embed_tokens" not in name and "lm_head" not in name
+        (matrices if is_matrix and muon_lr is not None else others).append(p)
+    adamw = torch.optim.AdamW(others, lr=adamw_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    if not matrices:
+        return [(adamw, adamw_lr)]
+    muon = torch.optim.Muon(matrices, lr=muon_lr, weight_decay=0.0, adjust_lr_fn="original")
+    return [(adamw, adamw_lr), (muon, muon_lr)]
 
-    text_chunks: list of str; pattern: a regex without capturing groups whose matches are the words
-    that no merge crosses. Each step merges the most frequent pair; on a tie, the pair whose left
-    part (then right part) was made earlier, bytes counting as made in byte order. Stops early when
-    no word has two symbols left. UserError if vocab_size < 256.
-    """
-    if vocab_size < 256:
-        raise UserError(f"vocab_size = {vocab_size + 2} is too small: 256 bytes and 2 special tokens need a place")
-    words, find = Counter(), regex.compile(pattern).finditer
-    for chunk in text_chunks:
-        words.update(m[0] for m in find(chunk))  # finditer: a list of all words would be huge
 
-    # All unique words end to end, as a linked list of symbols; -1 marks word ends and dead places.
-    raw = [w.encode("utf-8", "replace") for w in words]
-    size = np.array([len(w) + 1 for w in raw], dtype=np.int64)
-    sym = np.full(1 + int(size.sum()), -1, dtype=np.int64)
-    weight = np.zeros(len(sym), dtype=np.int64)
-    weight[1:] = np.repeat(np.fromiter(words.values(), np.int64, len(words)), size)
-    inside = np.ones(len(sym), dtype=bool)
-    inside[0] = inside[np.cumsum(size)] = False
-    sym[inside] = np.frombuffer(b"".join(raw), dtype=np.uint8)
-    prv, nxt = np.arange(-1, len(sym) - 1), np.arange(1, len(sym) + 1)
+def learning_rate_factor(step, steps, muon):
+    """Linear warm-up over 4%, then with Muon constant and a linear decay over the last 60%, with AdamW alone the
+    paper's cosine."""
+    warm = (step + 1) / max(1.0, 0.04 * steps)
+    decay = (steps - step) / (0.6 * steps) if muon else 0.5 * (1 + math.cos(math.pi * step / steps))
+    return min(warm, 1.0, decay)
 
-    def pairs(at):
-        """Group the places `at` (sorted) by the pair that starts there: yields (pair, count, places)."""
-        at = at[sym[at] >= 0]
-        at = at[sym[nxt[at]] >= 0]
-        key = sym[at] << SHIFT | sym[nxt[at]]
-        order = np.argsort(key, kind="stable")  # stable keeps each group's places sorted
-        key, at = key[order], at[order]
-        start = np.flatnonzero(np.diff(key, prepend=-1))
-        total = np.add.reduceat(weight[at], start) if len(at) else start
-        return zip(key[start].tolist(), total.tolist(), np.split(at, start[1:]))
 
-    count, places = {}, {}
-    for k, n, at in pairs(np.arange(len(sym))):
-        count[k], places[k] = n, at
-    # A pair's count only falls after its birth (a new pair holds a new symbol), so a heap entry is
-    # never too low: an entry that is out of date goes back with the true count.
-    heap = [(-n, k) for k, n in count.items()]
-    heapq.heapify(heap)
-    vocab, merges = [bytes([i]) for i in range(256)], []
-    for new in range(256, vocab_size):
-        while heap and -heap[0][0] != count[heap[0][1]]:
-            k = heapq.heappop(heap)[1]
-            if count[k]:
-                heapq.heappush(heap, (-count[k], k))
-        if not heap:
-            break
-        k = heapq.heappop(heap)[1]
-        a, b = k >> SHIFT, k & (1 << SHIFT) - 1
-        at = places.pop(k)
-        at = at[(sym[at] == a) & (sym[nxt[at]] == b)]  # some places went to other merges since
-        if a == b:  # in a run a a a the pairs overlap: take every second one, from the left
-            i = np.arange(len(at))
-            first = np.r_[True, nxt[at[:-1]] != at[1:]]
-            at = at[(i - np.maximum.accumulate(np.where(first, i, 0))) % 2 == 0]
-        for k, n, _ in pairs(np.unique(np.concatenate([prv[at], at, nxt[at]]))):
-            count[k] -= n
-        dead = nxt[at]
-        sym[at], sym[dead] = new, -1
-        nxt[at] = nxt[dead]
-        prv[nxt[at]] = at
-        for k, n, where in pairs(np.unique(np.concatenate([prv[at], at]))):
-            count[k], places[k] = n, where
-            heapq.heappush(heap, (-n, k))
-        merges.append((vocab[a], vocab[b]))
-        vocab.append(vocab[a] + vocab[b])
-    return merges
+# ---- stages and processes ----------------------------------------------------------------------------------
 
-# ---- processes, settings, checkpoints --------------------------------------------------------------------------------------------
+# Parts of --minutes. What is left over is for reading the text, and for a machine that becomes slower meanwhile.
+SHARES, SLACK = {"target": 0.27, "responses": 0.12, "drafter": 0.38, "benchmark": 0.2}, 0.03
+
+SETTINGS = {    # the arguments that a stage's result depends on, beside those of the stages before it
+    "tokenizer": ["seed", "corpus", "vocab_size"],
+    "target": ["layers", "hidden_size", "intermediate_size", "heads", "kv_heads", "sequence_length", "batch",
+               "minutes", "target_steps", "target_lr"],
+    "responses": ["target", "weights", "prompts_from", "responses", "response_tokens", "prompt_tokens",
+                  "temperatures", "cuts", "responses_from"],
+    "drafter": ["draft_layers", "block_size", "anchors", "draft_batch", "gamma", "drafter_steps", "epochs",
+                "labels", "drafter_lr", "mask_token", "taps", "injection", "anchor_choice", "reveal"],
+    "benchmark": ["prompts"]}
+
 
 class Run:
-    """Where and how this process runs: device, rank, output folder, and what has been decided and written so far."""
+    """Where and how this process runs, what has been decided for all of them, and which stages are done."""
 
     def __init__(self, args):
         self.out, self.resume, self.checkpoint_seconds = Path(args.out), args.resume, args.checkpoint_seconds
-        self.kept = {}                                                           # what the target makes of the responses, for each set of taps: see `train_drafter`
+        self.minutes, self.began, self.feature_cache = args.minutes, time.monotonic(), {}
         self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        self.device = args.device
+        self.main, self.device = self.rank == 0, args.device
         cuda = self.device.type == "cuda"
         if cuda and self.world > 1:
-            local = int(os.environ.get("LOCAL_RANK", 0))
-            if local >= torch.cuda.device_count():
-                raise UserError(f"process {local} of torchrun has no GPU of its own: ask for at most {torch.cuda.device_count()} processes")
+            local, most = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+            if local >= most:
+                raise UserError(f"process {local} of torchrun has no GPU of its own: ask for at most {most}")
             self.device = torch.device("cuda", local)
         if cuda:
             torch.cuda.set_device(self.device)
-        if self.world > 1 and not dist.is_initialized():
-            dist.init_process_group("nccl" if cuda else "gloo", timeout=datetime.timedelta(days=1))    # one may work for long while others wait
+        if self.world > 1 and not dist.is_initialized():                         # one may work for long, others wait
+            dist.init_process_group("nccl" if cuda else "gloo", timeout=datetime.timedelta(days=1))
         self.out.mkdir(parents=True, exist_ok=True)
-        # Matrix products in bfloat16 where the hardware has them, master weights in float32.
+        plan = self.out / "plan.json"
+        self.plan = read_json(plan) if plan.exists() else {}
+        # Products in bfloat16 where the hardware has them (emulated they are slower), master weights in float32.
         self.bfloat16 = not args.float32 and (cuda or has_bfloat16())
-        # A training step in plain eager PyTorch takes twice as long on either; compiling needs a C++ compiler on the CPU.
-        self.compile = args.compile and (cuda or has_compiler())
+        self.compile = args.compile and (cuda or has_compiler())                 # eager steps take twice as long
         if args.compile and not self.compile:
-            print("no C++ compiler found: training runs uncompiled and takes about twice as long", file=sys.stderr)
-
-    @property
-    def main(self):
-        return self.rank == 0
+            print("no C++ compiler found: training runs uncompiled and takes twice as long", file=sys.stderr)
 
     def autocast(self):
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.bfloat16)
+
+    def share(self, rows):
+        """This process's part of a batch."""
+        return rows[self.rank::self.world]
 
     def sum(self, tensor):
         """The sum over processes, in place."""
@@ -315,6 +418,70 @@ class Run:
     def wait(self):
         if self.world > 1:
             dist.barrier()
+
+    def bar(self, total, name, unit="step", initial=0):
+        return tqdm(total=total, desc=name, unit=unit, initial=initial, disable=not self.main)
+
+    def start_clock(self, stage):
+        """As if the stages before this one had taken their parts of --minutes."""
+        before = itertools.takewhile(lambda each: each != stage, SHARES)
+        self.began = time.monotonic() - 60 * (self.minutes or 0) * sum(SHARES[each] for each in before)
+
+    def seconds_for(self, stage):
+        """Of what is left of --minutes, a stage's part beside those of the stages behind it and some slack; None
+        where nothing is said of minutes."""
+        if not self.minutes:
+            return None
+        left = 60 * self.minutes - (time.monotonic() - self.began)
+        behind = itertools.dropwhile(lambda each: each != stage, SHARES)
+        return max(0.0, left * SHARES[stage] / (SLACK + sum(SHARES[each] for each in behind)))
+
+    def decide(self, name, value=None):
+        """A number that depends on this machine's speed: decided once a run, by the first process, and written
+        down, so that a resumed run uses the same."""
+        if name not in self.plan:
+            number = torch.tensor(float(value) if self.main else 0.0, dtype=torch.float64, device=self.device)
+            self.plan[name] = int(self.sum(number).item())
+            if self.main:
+                write_json(self.out / "plan.json", self.plan)
+            self.wait()
+        return self.plan[name]
+
+    def is_done(self, args, stage, name=None):
+        """Is the stage's result in --out? Refuses one made with other settings, and without --resume an
+        interrupted one. name: of the result, where a stage has several."""
+        name = name or stage
+        file, stages = self.out / f"{name}.settings.json", [*SETTINGS]
+        names = itertools.chain(*(SETTINGS[each] for each in stages[:stages.index(stage) + 1]))
+        settings = json.loads(json.dumps({name: getattr(args, name) for name in names}))
+        self.settings = {"done": False, "settings": settings}
+        found = read_json(file) if file.exists() else self.settings | {"done": None}
+        if not (isinstance(found.get("settings"), dict) and found.get("done") in (None, False, True)):
+            raise UserError(f"{file}: damaged; delete it to start this stage again")
+        for setting, value in settings.items():
+            old = found["settings"].get(setting)
+            if old != value:
+                raise UserError(f"{self.out} holds a {name} made with {setting} = {old}, not {value}; "
+                                "use the same settings, another --out, or delete the folder")
+        if found["done"] is False and not self.resume:
+            raise UserError(f"{self.out} holds an interrupted run (stage {name}); go on with --resume, "
+                            "use another --out, or delete the folder")
+        if found["done"] and self.main:
+            print(f"{name}: already in {self.out}, skipped")
+        self.start_clock(stages[stages.index(stage) + bool(found["done"])] if stage != "benchmark" else stage)
+        self.wait()                                                              # all have looked before one writes
+        return bool(found["done"])
+
+    def begin(self, name):
+        if self.main:
+            write_json(self.out / f"{name}.settings.json", self.settings)
+
+    def finish(self, name):
+        """Marks the result as done, then drops its checkpoint."""
+        if self.main:
+            write_json(self.out / f"{name}.settings.json", {**self.settings, "done": True})
+            (self.out / f"{name}.checkpoint.safetensors").unlink(missing_ok=True)
+        self.wait()
 
     def log(self, **entry):
         if self.main:
@@ -327,54 +494,19 @@ class Run:
         if self.main and file.exists():
             lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
             after = re.compile(rf'{{"stage": "{stage}", "step": (\d+),')
-            kept = [line for line in lines if line.endswith("\n") and not ((m := after.match(line)) and int(m[1]) > step)]
-            atomic_write(file, lambda name: Path(name).write_text("".join(kept), encoding="utf-8"))
-
-    def bar(self, total, name, unit="step", initial=0):
-        return tqdm(total=total, desc=name, unit=unit, initial=initial, disable=not self.main, dynamic_ncols=True)
-
-    def decide(self, name, value):
-        """A number that depends on this machine's speed, decided once a run and written down, so that a resumed run uses the same."""
-        file = self.out / "plan.json"
-        plan = read_json(file) if file.exists() else {}
-        if name not in plan:
-            decided = self.sum(torch.tensor(float(value()) if self.main else 0.0, dtype=torch.float64, device=self.device))
-            plan[name] = int(decided.item())
-            if self.main:
-                write_json(file, plan)
-            self.wait()
-        return plan[name]
+            later = lambda line: (m := after.match(line)) and int(m[1]) > step
+            write_text(file, "".join(line for line in lines if line.endswith("\n") and not later(line)))
 
 
 def has_bfloat16():
-    """Does this CPU multiply bfloat16 natively? Elsewhere emulation makes it slower than float32."""
+    """Does this CPU multiply bfloat16 natively?"""
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
-def finished(run, stage, settings):
-    """Is the stage's result in --out, made with these settings? Refuses a result, or an interrupted one, made with others."""
-    file = run.out / f"{stage}.settings.json"
-    made = read_json(file) if file.exists() else None
-    if made is not None and not (isinstance(made.get("settings"), dict) and isinstance(made.get("done"), bool)):
-        raise UserError(f"{file}: damaged; delete it to start this stage again")
-    run.wait()                                                                   # all have looked before anyone writes
-    if made is None:
-        return False
-    for name in sorted(settings.keys() | made["settings"].keys()):
-        old, new = made["settings"].get(name), settings.get(name)
-        if old != new:
-            raise UserError(f"{run.out} holds a {stage} made with {name} = {old}, not {new}; "
-                            "use the same settings, another --out, or delete the folder")
-    if not made["done"] and not run.resume:
-        raise UserError(f"{run.out} holds an interrupted run (stage {stage}); go on with --resume, use another --out, or delete the folder")
-    if made["done"] and run.main:
-        print(f"{stage}: already in {run.out}, skipped")
-    return made["done"]
-
-
-def mark(run, stage, settings, done):
-    if run.main:
-        write_json(run.out / f"{stage}.settings.json", {"done": done, "settings": settings})
+def generator(seed, *index):
+    """A stream of random numbers for this seed and place (stage, step, ...): no state to save, none to restore."""
+    state = np.random.SeedSequence((seed, *index)).generate_state(1, np.uint64)
+    return torch.Generator().manual_seed(int(state[0] >> 1))
 
 
 def save_checkpoint(file, module, optimizers, step):
@@ -387,393 +519,230 @@ def save_checkpoint(file, module, optimizers, step):
     atomic_write(file, lambda name: save_file(tensors, name, metadata={"step": str(step)}))
 
 
+@torch.no_grad()
 def load_checkpoint(file, module, optimizers):
-    """Returns the number of steps done."""
+    """Returns the number of steps done, 0 where there is no checkpoint."""
+    if not file.exists():
+        return 0
+    with reading(file), safe_open(file, framework="pt") as tensors:
+        for name, p in module.named_parameters():
+            p.copy_(tensors.get_tensor(f"model.{name}"))
+        for key in tensors.keys():
+            if key.startswith("optimizer."):
+                _, i, j, name = key.split(".")
+                optimizer, _ = optimizers[int(i)]
+                p = optimizer.param_groups[0]["params"][int(j)]
+                optimizer.state[p][name] = tensors.get_tensor(key).to(p.device, copy=True)
+        return int(tensors.metadata()["step"])
+
+
+def write_text(path, text):
+    atomic_write(path, lambda name: Path(name).write_text(text, encoding="utf-8"))
+
+
+def fingerprint(texts):
+    return hashlib.sha256("\0".join(texts).encode("utf-8", "replace")).hexdigest()[:16]
+
+
+# ---- text --------------------------------------------------------------------------------------------------
+
+DOCUMENT = 3000    # characters: paragraphs of a file that follow each other make documents of about this size
+
+
+def default_corpus(preset):
+    """(folders, suffixes) of text that is on every machine: the type stubs of torch and numpy, about 4 MB; for a
+    GPU the sources of both and of the standard library as well, about 90 MB."""
+    folders = [Path(importlib.util.find_spec(name).origin).parent for name in ("torch", "numpy")]
+    if preset == "cpu":
+        return folders, (".pyi",)
+    return [*folders, Path(sysconfig.get_paths()["stdlib"])], (".py", ".pyi")
+
+
+def find_texts(paths, suffixes, entries=None):
+    """(domain, text) of every file to read, in an order that is the same on every machine; the domain is the
+    name of the file or folder that was asked for. entries: a list that takes the rows of .jsonl files, and of
+    .json files given by name; None: of .jsonl files only rows of text can be read."""
+    for path in map(Path, paths):
+        if not path.exists():
+            raise UserError(f"{path}: no such file or folder; --data takes text files and folders")
+        names = sorted(p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file())
+        names = [n for n in names if not re.search(r"(^|/)(\.|site-packages/)", n)]
+        files = [path / n for n in names if n.endswith(tuple(suffixes or [""]))] or [path]
+        kinds = (".jsonl", ".json") if entries is not None and path.is_file() else (".jsonl",)
+        rows = [row for file in files if file.suffix in kinds for row in read_entries(file)]
+        texts = [text for file in files if file.suffix not in kinds for text in texts_of(file)]
+        if entries is not None:
+            entries += rows
+        elif not all("text" in row for row in rows):
+            raise UserError(f"{path}: holds chats or prompts, not text; --target learns from these")
+        else:
+            texts += [row["text"] for row in rows]
+        if not texts and not rows:
+            kind = " or ".join(suffixes or ("UTF-8",))
+            raise UserError(f"{path}: holds no {kind} text; give files or folders with some")
+        yield from ((path.stem, text) for text in texts)
+
+
+def texts_of(file):
+    """A file's text, if it is UTF-8 and not empty, else nothing."""
     try:
-        with safe_open(file, framework="pt") as tensors:
-            with torch.no_grad():
-                for name, p in module.named_parameters():
-                    p.copy_(tensors.get_tensor(f"model.{name}"))
-            for key in tensors.keys():
-                if key.startswith("optimizer."):
-                    _, i, j, name = key.split(".")
-                    optimizer, _ = optimizers[int(i)]
-                    p = optimizer.param_groups[0]["params"][int(j)]
-                    value = tensors.get_tensor(key)
-                    optimizer.state[p][name] = value.to(p.device, copy=True)
-            return int(tensors.metadata()["step"])
-    except (SafetensorError, OSError, KeyError) as error:
-        raise UserError(f"{file}: damaged checkpoint ({error}); delete it to start this stage again") from None
+        text = read_text(file)
+    except UserError:
+        return []
+    return [text] if text.strip() and "\0" not in text else []
 
 
-def generator(seed, *index):
-    """A stream of random numbers for this seed and place (stage, step, ...): no state to save, none to restore."""
-    return torch.Generator().manual_seed(int(np.random.SeedSequence((seed, *index)).generate_state(1, np.uint64)[0] >> 1))
+def read_corpus(paths, suffixes=None, entries=None):
+    """Documents {"domain", "text"} in a fixed order. Texts are cut at blank lines, and of paragraphs that differ
+    in white space alone the first stays: repetitions would stand on both sides of the split."""
+    documents, seen = [], {""}
+    for domain, text in find_texts(paths, suffixes, entries):
+        document = ""
+        for paragraph in re.split(r"\n(?=[ \t]*\n)", text.replace("\r\n", "\n")):
+            for piece in (paragraph[i:i + DOCUMENT] for i in range(0, len(paragraph), DOCUMENT)):
+                key = "".join(piece.split())
+                if key not in seen and document and len(document) + len(piece) > DOCUMENT:
+                    documents.append({"domain": domain, "text": document.strip("\n") + "\n"})
+                    document = ""
+                document += "" if key in seen else piece + "\n"
+                seen.add(key)
+        if document:
+            documents.append({"domain": domain, "text": document.strip("\n") + "\n"})
+    return documents
 
 
-# ---- training: one loop for the target and the drafter -----------------------------------------------------------------------------
-
-def build_optimizers(module, lr):
-    """[(optimizer, its learning rate)]: Muon (orthogonalized momentum, Jordan 2024) for the layers' matrices, AdamW for embeddings, head,
-    norms and biases; AdamW for all where Muon's rate is None."""
-    muon_lr, adamw_lr = lr
-    named = list(module.named_parameters())
-    matrices = [p for name, p in named if muon_lr is not None and p.dim() == 2 and "embed_tokens" not in name and "lm_head" not in name]
-    others = [p for _, p in named if not any(p is m for m in matrices)]
-    optimizers = [(torch.optim.AdamW(others, lr=adamw_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True), adamw_lr)]
-    if matrices:
-        optimizers.append((torch.optim.Muon(matrices, lr=muon_lr, weight_decay=0.0, adjust_lr_fn="original"), muon_lr))
-    return optimizers
+def hold_out(items, seed, fraction=0.04):
+    """(training, held-out) items: held out are those with the smallest hashes, at least one."""
+    rank = lambda item: fingerprint([str(seed), json.dumps(item, sort_keys=True)])
+    items = sorted(items, key=rank)
+    n = math.ceil(fraction * len(items))
+    return items[n:], items[:n]
 
 
-def learning_rate_factor(step, steps, muon):
-    """Linear warm-up over 4%, then with Muon constant and a linear decay over the last 60%, with AdamW alone the paper's cosine."""
-    warm = (step + 1) / max(1.0, 0.04 * steps)
-    return min(warm, 1.0, (steps - step) / (0.6 * steps) if muon else 0.5 * (1 + math.cos(math.pi * step / steps)))
+def without_known(documents, training):
+    """The held-out documents of whose lines (but short ones) at most half stand in the training text too: the
+    others would flatter the results."""
+    lines = lambda d: [line for line in map(str.strip, d["text"].splitlines()) if len(line) > 30]
+    known = {line for d in training for line in lines(d)}
+    return [d for d in documents if 2 * sum(line in known for line in lines(d)) <= len(lines(d))]
 
-
-def train(run, stage, module, batch_loss, settings, *, steps, minutes, lr, tokens_a_step, evaluate=None):
-    """Trains `module` in place.
-
-    batch_loss(step) -> (loss sum, weight sum) of this process's share of the step's batch; steps: fixed, or None: as many as fit into
-    `minutes`, measured here first. Writes a checkpoint every --checkpoint-seconds; starts from the one that is there.
-    """
-    checkpoint = run.out / f"{stage}.checkpoint.safetensors"
-    optimizers = build_optimizers(module, lr)
-    parameters = list(module.parameters())
-    module.train()
-    if run.compile:                                                              # the layers share one compiled function, where the whole model takes a minute
-        allow_recompiling()
-        parts = (RMSNorm, MLP) if stage == "eagle3" else DecoderLayer                   # EAGLE-3 calls its layer's parts, many times a step
-        for part in filter(lambda m: isinstance(m, parts), module.modules()):
-            part.compile()
-
-    def one_step(step, factor):
-        loss, weight = batch_loss(step)
-        total = run.sum(weight.detach().clone()).clamp(min=1e-6)
-        (loss / total).backward()
-        if run.world > 1:
-            flat = torch.cat([p.grad.flatten() for p in parameters])
-            for p, grad in zip(parameters, run.sum(flat).split([p.numel() for p in parameters])):
-                p.grad.copy_(grad.view_as(p))
-        norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        for optimizer, base in optimizers:
-            optimizer.param_groups[0]["lr"] = base * factor
-            optimizer.step()
-            optimizer.zero_grad()
-        return torch.where(norm.isfinite(), run.sum(loss.detach().clone()) / total, math.nan)    # a step with such gradients has spoiled the weights
-
-    def measured_steps():
-        """A few real steps at learning rate zero, for their time; what they leave in the optimizers is dropped."""
-        if run.main:
-            print(f"{stage}: compiling and timing a step, about half a minute ...", flush=True)
-        times = []
-        for step in range(8):
-            began = time.perf_counter()
-            one_step(step, 0.0).item()
-            times.append(time.perf_counter() - began)
-        return max(20, 60 * minutes / statistics.median(times[2:]))
-
-    mark(run, stage, settings, done=False)
-    if steps is None:
-        plan = run.out / "plan.json"
-        if not (plan.exists() and stage in read_json(plan)):
-            wanted = measured_steps()
-            for optimizer, _ in optimizers:
-                optimizer.state.clear()
-        steps = run.decide(stage, lambda: wanted)
-    start = load_checkpoint(checkpoint, module, optimizers) if checkpoint.exists() else 0
-    run.forget(stage, start)
-    saved, began, losses = time.monotonic(), time.monotonic(), []
-    with run.bar(steps, stage, initial=start) as bar:
-        for step in range(start, steps):
-            losses.append(one_step(step, learning_rate_factor(step, steps, muon=len(optimizers) > 1)))
-            bar.update()
-            last = step + 1 == steps
-            # One process's clock decides when all look; the loss is looked at before every checkpoint, so none holds a NaN.
-            if last or (step + 1) % 10 == 0:
-                loss = torch.stack(losses).mean().item()
-                losses = []
-                rate = (step + 1 - start) * tokens_a_step / (time.monotonic() - began)
-                if not math.isfinite(loss):
-                    raise UserError(f"the {stage}'s loss is {loss} at step {step + 1}; no checkpoint holds it: lower --{'target' if stage == 'target' else 'drafter'}-lr and use another --out")
-                bar.set_postfix_str(f"loss {loss:.3f}, {rate:,.0f} tokens/s")
-                entry = {"stage": stage, "step": step + 1, "loss": loss, "tokens_per_second": rate}
-                if evaluate and (last or (step + 1) % max(10, steps // 5 // 10 * 10) == 0):
-                    module.eval()
-                    entry |= evaluate()
-                    module.train()
-                run.log(**entry)
-                if run.main and time.monotonic() - saved >= run.checkpoint_seconds and not last:
-                    save_checkpoint(checkpoint, module, optimizers, step + 1)
-                    saved = time.monotonic()
-
-
-def finish(run, stage, settings):
-    """Marks the stage as done, then drops its checkpoint."""
-    mark(run, stage, settings, done=True)
-    if run.main:
-        (run.out / f"{stage}.checkpoint.safetensors").unlink(missing_ok=True)
-    run.wait()
-
-
-# ---- the stages ----------------------------------------------------------------------------------------------------------------
 
 def make_text(run, args):
-    """Corpus and tokenizer -> (Tokenizer, training ids (N,), held-out ids, settings), written as target/tokenizer.json and heldout.jsonl."""
-    training, heldout = split(read_corpus(*((args.data, args.suffixes) if args.data else default_corpus(args.preset))), args.seed)
-    settings = {"seed": args.seed, "corpus": fingerprint([d.text for d in training]), "vocab_size": args.vocab_size}
-    folder = run.out / "target"
-    done = finished(run, "tokenizer", settings)
-    if done:
-        tokenizer = Tokenizer.from_pretrained(folder)
+    """The corpus and its tokenizer, written as target/tokenizer.json and heldout.jsonl.
+    -> Tokenizer, training ids (N,), held-out ids"""
+    paths, suffixes = (args.data, args.suffixes) if args.data else default_corpus(args.preset)
+    training, heldout = hold_out(read_corpus(paths, suffixes), args.seed)
+    heldout, texts = without_known(heldout, training), [d["text"] for d in training]
+    args.corpus = fingerprint(texts)
+    is_done = run.is_done(args, "tokenizer")
+    if is_done:
+        tokenizer = Tokenizer.from_pretrained(run.out / "target")
     else:
-        tokenizer = Tokenizer.from_merges(train_bpe([d.text for d in training], args.vocab_size - 2, CODE_PATTERN), [END_TOKEN, MASK_TOKEN])
-    rows = [[[tokenizer.eos_id, *tokenizer.encode(d.text)] for d in part] for part in (training, heldout)]
-    ids = [torch.tensor([i for row in part for i in row]) for part in rows]
-    if len(ids[0]) < max(2 * args.sequence_length, args.prompt_tokens + 2):
-        raise UserError(f"the text has {len(ids[0])} tokens beside what is held out, too few for sequences of {args.sequence_length}; give more --data or a smaller --sequence-length")
+        tokenizer = Tokenizer.from_merges(train_bpe(texts, args.vocab_size - 2, CODE_PATTERN))
+    rows = [[[tokenizer.eos_id, *tokenizer.encode(text)] for text in part]
+            for part in (texts, [d["text"] for d in heldout])]
+    ids, heldout_ids = (torch.tensor([*itertools.chain(*part)]) for part in rows)
+    if len(ids) < max(2 * args.sequence_length, args.prompt_tokens + 2):
+        raise UserError(f"the text has {len(ids)} tokens beside what is held out, too few for sequences of "
+                        f"{args.sequence_length}; give more --data or a smaller --sequence-length")
     if not any(len(row) > args.prompt_tokens for row in rows[1]):
-        raise UserError(f"no held-out document has {args.prompt_tokens} tokens for a prompt; give more --data or a smaller --prompt-tokens")
-    if not done:
-        if run.main:
-            tokenizer.save_pretrained(folder)
-            write_lines(run.out / "heldout.jsonl", [d._asdict() for d in heldout])
-            print(f"tokenizer: {tokenizer.vocab_size} tokens from {len(training)} documents; {len(heldout)} documents held out")
-        finish(run, "tokenizer", settings)
-    return tokenizer, *ids, settings
+        raise UserError(f"no held-out document has {args.prompt_tokens} tokens for a prompt; give more "
+                        "--data or a smaller --prompt-tokens")
+    if run.main and not is_done:
+        tokenizer.save_pretrained(run.out / "target")
+        write_lines(run.out / "heldout.jsonl", heldout)
+        print(f"tokenizer: {tokenizer.vocab_size} tokens; {len(training)} documents, {len(heldout)} held out")
+    if not is_done:
+        run.finish("tokenizer")
+    return tokenizer, ids, heldout_ids
 
 
 def write_lines(path, entries):
-    atomic_write(path, lambda name: Path(name).write_text("".join(json.dumps(entry) + "\n" for entry in entries), encoding="utf-8"))
+    write_text(path, "".join(json.dumps(entry) + "\n" for entry in entries))
 
 
-def epoch_places(step, batch, rows):
-    """(epoch, place in it) of each row of a step's batch, with `rows` rows an epoch; and the epochs among them."""
-    places = [divmod(i, rows) for i in range(step * batch, (step + 1) * batch)]
-    return places, {epoch for epoch, _ in places}
-
-
-def window_batch(ids, length, batch, seed, stage_id, step):
-    """Rows of `length` + 1 consecutive tokens: epoch by epoch, each time cut at another offset and in another order. (batch, length + 1)"""
-    windows = max(1, (len(ids) - 1) // length - 1)
-    places, epochs = epoch_places(step, batch, windows)
-    cuts = {}
-    for epoch in epochs:
-        g = generator(seed, stage_id, epoch)
-        cuts[epoch] = int(torch.randint(max(1, len(ids) - windows * length), (), generator=g)), torch.randperm(windows, generator=g)
-    begins = [offset + int(order[place]) * length for (offset, order), place in ((cuts[epoch], place) for epoch, place in places)]
-    return torch.stack([ids[begin:begin + length + 1] for begin in begins])
-
-
-def share(run, rows):
-    """This process's part of a global batch."""
-    return rows[run.rank::run.world]
-
-
-def train_target(run, args, tokenizer, ids, heldout, upstream):
-    config = ModelConfig(
-        vocab_size=tokenizer.vocab_size, hidden_size=args.hidden_size, intermediate_size=args.intermediate_size, num_hidden_layers=args.layers,
-        num_attention_heads=args.heads, num_key_value_heads=args.kv_heads, head_dim=args.hidden_size // args.heads, eos_token_id=tokenizer.eos_id)
-    S = args.sequence_length
-    settings = {**upstream, "hidden_size": args.hidden_size, "layers": args.layers, "intermediate_size": args.intermediate_size,
-                "heads": args.heads, "kv_heads": args.kv_heads, "sequence_length": S, "batch": args.batch, "target_steps": args.target_steps,
-                "target_minutes": args.target_minutes, "target_lr": list(args.target_lr)}
-    if finished(run, "target", settings):
-        return Transformer.from_pretrained(run.out / "target", device=run.device), settings
-    target = Transformer(config)
-    target.init_weights(generator(args.seed, 0))
-    target.to(run.device)
-
-    def loss_of(rows):
-        with run.autocast():
-            hidden, _ = target(rows[:, :-1])
-            logits = target.logits(hidden)
-        return F.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten(), reduction="sum")
-
-    def batch_loss(step):
-        rows = share(run, window_batch(ids, S, args.batch, args.seed, 1, step))
-        return loss_of(rows.to(run.device)), torch.tensor(float(rows[:, 1:].numel()), device=run.device)
-
-    @torch.no_grad()
-    # On the CPU not worth compiling once more without gradients; on CUDA FlexAttention would keep all its scores.
-    @torch.compiler.set_stance("default" if run.device.type == "cuda" else "force_eager")
-    def evaluate():
-        """Nats a token on held-out text."""
-        n = min(len(heldout) - 1, 64 * S) // S
-        if n < 1:
-            return {}
-        rows = torch.stack([heldout[i * S:i * S + S + 1] for i in range(n)])
-        return {"heldout_loss": sum(loss_of(part.to(run.device)).item() for part in rows.split(args.batch)) / (n * S)}
-
-    train(run, "target", target, batch_loss, settings, steps=args.target_steps, minutes=args.target_minutes, lr=args.target_lr,
-          tokens_a_step=args.batch * S, evaluate=evaluate)
-    if run.main:
-        target.save_pretrained(run.out / "target")
-    finish(run, "target", settings)
-    return Transformer.from_pretrained(run.out / "target", device=run.device), settings
+def train_bpe(texts, vocab_size, pattern):
+    """Learns byte-level merges: [(left bytes, right bytes), ...] in order, at most vocab_size - 256. pattern: a
+    regex whose matches are the words that no merge crosses. Each step merges the most frequent pair, of equals
+    the one whose parts were made first. UserError if vocab_size < 256."""
+    check(vocab_size >= 256, "vocab_size", vocab_size + 2, "256 bytes and 2 special tokens need a place")
+    words = Counter(match[0] for text in texts for match in regex.finditer(pattern, text))
+    words, weight = [list(word.encode("utf-8", "replace")) for word in words], [*words.values()]
+    count, where = Counter(), defaultdict(set)               # of each pair: how often, in which words
+    for i, word in enumerate(words):
+        for pair in zip(word, word[1:]):
+            count[pair] += weight[i]
+            where[pair].add(i)
+    heap = [(-n, pair) for pair, n in count.items()]
+    heapq.heapify(heap)
+    tokens, merges = [bytes([i]) for i in range(256)], []
+    while heap and len(tokens) < vocab_size:
+        n, pair = heapq.heappop(heap)
+        if -n != count[pair] or not n:                       # out of date; the right one is further down
+            continue
+        changed, new = set(), len(tokens)
+        for i in where.pop(pair):
+            old, word, j = words[i], [], 0
+            while j < len(old):
+                found = (*old[j:j + 2],) == pair
+                word.append(new if found else old[j])
+                j += 1 + found
+            words[i] = word
+            for sign, pairs in ((-1, zip(old, old[1:])), (1, zip(word, word[1:]))):
+                for each in pairs:
+                    count[each] += sign * weight[i]
+                    changed.add(each)
+            for each in zip(word, word[1:]):
+                where[each].add(i)
+        for each in changed:
+            heapq.heappush(heap, (-count[each], each))
+        merges.append((tokens[pair[0]], tokens[pair[1]]))
+        tokens.append(merges[-1][0] + merges[-1][1])
+    return merges
 
 
 def pretrained_target(run, args):
-    """--target: a checkpoint's folder, frozen, in bfloat16 on CUDA. -> (Transformer, Tokenizer, training prompts, settings, held-out entries)
-
-    Prompts come from --data: the first --prompt-tokens tokens of each document of a text, whole prompts or chats of a .jsonl. Some are held out.
-    """
-    dtype = torch.bfloat16 if run.device.type == "cuda" and run.bfloat16 else torch.float32    # never a mix: without autocast products need one
+    """--target: a checkpoint's folder, frozen, in bfloat16 on CUDA. Prompts come from --data: the first
+    --prompt-tokens tokens of each document of a text, prompts or chats of a .jsonl file. Some are held out.
+    -> Transformer, Tokenizer, training prompts (rows of ids)"""
+    check(args.data, "--data", args.data, "--target needs it: text files, folders, .jsonl files of prompts")
+    cuda = run.device.type == "cuda"
+    dtype = torch.bfloat16 if cuda and run.bfloat16 else torch.float32           # without autocast no mix will do
     target = Transformer.from_pretrained(args.target, device=run.device, dtype=dtype)
-    tokenizer = Tokenizer.from_pretrained(args.target)
-    if not args.data:
-        raise UserError("--target needs --data: text files or folders, or .jsonl files with a prompt or messages a line")
-    entries = []
+    tokenizer, entries = Tokenizer.from_pretrained(args.target), []
+    tokenizer.chat_options = args.chat_options
     documents = read_corpus(args.data, args.suffixes, entries)
-    entries += [d._asdict() for d in documents]
-    entries = list({json.dumps(entry, sort_keys=True): entry for entry in entries}.values())      # repetitions would reach both sides
-    training, heldout = hold_out(entries, lambda entry: json.dumps(entry, sort_keys=True), args.seed)
-    room = args.sequence_length - args.response_tokens
-    tokenizer.chat_options = parse_options(args.chat_options)
+    entries = {json.dumps(entry, sort_keys=True): entry for entry in entries + documents}    # repetitions once
+    training, heldout = hold_out(entries.values(), args.seed)
     how = {"rendered": args.rendered, "skip_bad": args.skip_bad}
     prompts = encode_entries(training, tokenizer, args.prompt_tokens, **how)
-    encode_entries(heldout, tokenizer, args.prompt_tokens, **how)                # a bad one is named now, not at the final benchmark
+    encode_entries(heldout, tokenizer, args.prompt_tokens, **how)                # bad ones are named now
+    room = args.sequence_length - args.response_tokens
     prompts = [prompt for prompt in prompts if len(prompt) <= room]
     if not prompts:
-        raise UserError(f"--data holds no prompt of at most {room} tokens (--sequence-length less --response-tokens)")
-    weights = sorted((file.name, file.stat().st_size) for file in Path(args.target).glob("*.safetensors"))
+        raise UserError(f"--data holds no prompt of at most {room} tokens "
+                        "(--sequence-length less --response-tokens)")
     args.cuts = choose_sampling(args.target, args.temperatures, args.top_k, args.top_p)
-    return target, tokenizer, prompts, {**args.cuts, "chat_options": tokenizer.chat_options, "target": str(Path(args.target).resolve()), "weights": fingerprint([str(weights), (Path(args.target) / "config.json").read_text()]),
-                                        "prompts": fingerprint([str(prompts)]), "seed": args.seed}, heldout
-
-
-def make_responses(run, args, target, tokenizer, prompts, upstream):
-    """The text that the drafter learns from (section 4.2): the target's own continuations of training prompts.
-
-    Decoded a batch at a time, at one temperature each, into part files of responses/; a killed run makes only the missing ones. Returns
-    ids (R, S) padded on the right, and trainable (R, S): the response, up to and including the end of text.
-    """
-    folder, rows, stops = run.out / "responses", args.response_batch, stop_tokens(target, tokenizer)
-    settings = {**upstream, "responses": args.responses, "response_minutes": args.response_minutes, "response_tokens": args.response_tokens,
-                "prompt_tokens": args.prompt_tokens, "temperatures": list(args.temperatures)}
-    prompts = prompts[:args.responses]
-
-    def file_of(n):
-        return folder / f"{n:05d}.safetensors"
-
-    def write_part(n):
-        batch = prompts[n * rows:(n + 1) * rows]
-        out = autoregressive(writer, batch, args.response_tokens, temperature=args.temperatures[n % len(args.temperatures)], stop_ids=stops, **args.cuts,
-                             seed=[(args.seed * 1_000_003 + n) * rows + i for i in range(len(batch))])
-        ids = [torch.tensor(p + t, dtype=torch.int32) for p, t in zip(batch, out.tokens)]
-        tensors = {"tokens": torch.cat(ids), "length": torch.tensor([len(row) for row in ids]), "prompt": torch.tensor([len(p) for p in batch])}
-        atomic_write(file_of(n), lambda name: save_file(tensors, name))
-
-    if not finished(run, "responses", settings):
-        folder.mkdir(exist_ok=True)
-        mark(run, "responses", settings, done=False)
-        parts = math.ceil(len(prompts) / rows)
-        writer = copy.deepcopy(target).to(torch.bfloat16) if run.bfloat16 and target.dtype != torch.bfloat16 else target   # half the bytes to stream
-
-        def affordable():
-            autoregressive(writer, prompts[:rows], 4)                            # warm-up
-            began = time.perf_counter()
-            write_part(0)
-            return min(parts, math.ceil(60 * args.response_minutes * run.world / (time.perf_counter() - began)))
-        if args.response_minutes is not None:
-            parts = run.decide("response_parts", affordable)
-        with run.bar(parts * rows * args.response_tokens, "responses", "token") as bar:
-            for n in range(parts):
-                if n % run.world == run.rank and not file_of(n).exists():
-                    write_part(n)
-                bar.update(rows * args.response_tokens)
-        idle.clear()                                                             # caches for many rows, which nothing below needs
-        run.wait()
-        finish(run, "responses", settings)
-    rows, prompt_lengths = [], []
-    for file in sorted(folder.glob("*.safetensors")):
-        try:
-            tensors = load_file(file)
-        except SafetensorError as error:
-            raise UserError(f"{file}: damaged ({error}); delete it and responses.settings.json, then --resume") from None
-        rows += tensors["tokens"].long().split(tensors["length"].tolist())
-        prompt_lengths += tensors["prompt"].tolist()
-    if not rows:
-        raise UserError(f"{folder}: holds no responses; delete responses.settings.json to make them again")
-    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    place = torch.arange(ids.shape[1])
-    return ids, (place >= torch.tensor(prompt_lengths)[:, None]) & (place < torch.tensor([len(row) for row in rows])[:, None]), settings
-
-
-def corpus_rows(args, ids):
-    """The switch --responses-from corpus: ids and trainable as `make_responses` returns them, of the text as people wrote it."""
-    length = args.prompt_tokens + args.response_tokens
-    begin = torch.randint(max(1, len(ids) - length), (args.responses,), generator=generator(args.seed, 2))
-    rows = torch.stack([ids[i:i + length] for i in begin])
-    return rows, (torch.arange(rows.shape[1]) >= args.prompt_tokens).expand(rows.shape)
-
-
-def mask_token(args, vocab_size, tokenizer, prompts=()):
-    """See `pick_mask_token`."""
-    return pick_mask_token(tokenizer, vocab_size, args.mask_token, prompts)
-
-
-def train_drafter(run, args, target, tokenizer, ids, trainable, upstream):
-    settings = {**upstream, "draft_layers": args.draft_layers, "block_size": args.block_size, "anchors": args.anchors, "draft_batch": args.draft_batch,
-                "gamma": args.gamma, "drafter_steps": args.drafter_steps, "drafter_minutes": args.drafter_minutes, "epochs": args.epochs, "labels": args.labels,
-                "drafter_lr": list(args.drafter_lr), "mask_token": args.mask_token, "taps": args.taps, "injection": args.injection, "anchor_choice": args.anchor_choice}
-    kind, is_dflash = DRAFTERS[args.drafter], args.drafter == "dflash"
-    stage = kind.folder
-    if finished(run, stage, settings):
-        return kind.from_pretrained(run.out / stage, target), settings
-    taps = default_taps(target.config.num_hidden_layers, args.taps)
-    if is_dflash and len(taps) < args.taps and run.main:
-        print(f"drafter: the target has {len(taps)} layers, so there are {len(taps)} taps, not {args.taps}")
-    drafter = kind.for_target(target, num_layers=args.draft_layers, block_size=args.block_size, mask_token_id=mask_token(args, target.config.vocab_size, tokenizer),
-                              target_layer_ids=taps, injection=args.injection, chat_options=tokenizer.chat_options)    # the baselines take what they need
-    drafter.init_weights(target, generator(args.seed, 3))
-    drafter.to(run.device)
-    target.requires_grad_(False)
-    R, how = len(ids), {"gamma": args.gamma} if is_dflash else {}
-
-    @torch.no_grad()
-    def read(rows):
-        """What the frozen target makes of rows (B, S): its final hidden states, and, where the drafter has taps, its features."""
-        with run.autocast():
-            made = target(rows.to(run.device), taps=drafter.config.target_layer_ids)
-        return [x.to(torch.bfloat16 if run.bfloat16 else x.dtype) for x in made if x is not None]
-
-    taps = args.responses_from, *drafter.config.target_layer_ids
-    if taps not in run.kept and (2 if run.bfloat16 else 4) * ids.numel() * len(taps) * target.config.hidden_size <= KEEP:
-        run.kept[taps] = [torch.cat(parts) for parts in zip(*map(read, tqdm(ids.split(args.draft_batch), "features", disable=not run.main)))]
-    kept = run.kept.get(taps)                                                    # of all responses, where that fits: they are read many times
-
-    def batch_loss(step):
-        places, epochs = epoch_places(step, args.draft_batch, R)
-        order = {epoch: torch.randperm(R, generator=generator(args.seed, 4, epoch)) for epoch in epochs}
-        rows = torch.stack([order[epoch][place] for epoch, place in places])
-        anchors = sample_anchors(trainable[rows], args.anchors, generator(args.seed, 5, step),
-                                 args.block_size if args.anchor_choice == "fixed" else 1) if is_dflash else ()    # and which are valid
-        rows, *anchors = (share(run, x) for x in (rows, *anchors))
-        hidden, *features = (x[rows] for x in kept) if kept else read(ids[rows])
-        with run.autocast():
-            return drafter.loss(target, *(x.to(run.device) for x in (ids[rows], *features, trainable[rows], *anchors)),
-                                target_hidden=hidden if args.labels == "soft" else None, **how)
-
-    steps = math.ceil(args.epochs * R / args.draft_batch) if args.epochs and not args.drafter_steps else args.drafter_steps
-    train(run, stage, drafter, batch_loss, settings, steps=steps, minutes=args.drafter_minutes, lr=args.drafter_lr,
-          tokens_a_step=args.draft_batch * (args.anchors * (args.block_size - 1) if is_dflash else ids.shape[1]))
+    files = sorted((file.name, file.stat().st_size) for file in Path(args.target).glob("*.safetensors"))
+    args.weights = fingerprint([str(files), (Path(args.target) / "config.json").read_text()])
+    args.prompts_from = fingerprint([str(prompts)])
     if run.main:
-        drafter.to(target.dtype).save_pretrained(run.out / stage)
-    finish(run, stage, settings)
-    return kind.from_pretrained(run.out / stage, target), settings
+        write_lines(run.out / "heldout.jsonl", heldout)
+    return target, tokenizer, prompts
 
 
-# ---- the paper's claims --------------------------------------------------------------------------------------------------------
+# ---- the paper's claims ------------------------------------------------------------------------------------
 
-VARIANTS = {    # settings beside the run's own
-    "dflash": {}, "1 layer": {"draft_layers": 1}, "3 layers": {"draft_layers": 3}, "5 layers": {"draft_layers": 5}, "input injection": {"injection": "input"},
-    "1 tap": {"taps": 1}, "fixed anchors": {"anchor_choice": "fixed"}, "no decay": {"gamma": math.inf}, "raw corpus": {"responses_from": "corpus"},
+VARIANTS = {    # arguments beside the run's own
+    "dflash": {},
+    "1 layer": {"draft_layers": 1}, "3 layers": {"draft_layers": 3}, "5 layers": {"draft_layers": 5},
     "block 4": {"block_size": 4}, "block 8": {"block_size": 8}, "block 16": {"block_size": 16},
-    "eagle3": {"drafter": "eagle3", "block_size": 8}, "ar": {"drafter": "ar", "draft_layers": 1, "block_size": 8}}
-CLAIMS = (      # the claim, the flag that switches it, what is measured at temperature 0, the variants from worst to best as the paper has it
-    ("acceptance length grows with DFlash's depth", "--draft-layers", "tau", ("1 layer", "3 layers", "5 layers")),
+    "input injection": {"injection": "input"}, "1 tap": {"taps": 1}, "no decay": {"gamma": math.inf},
+    "fixed anchors": {"anchor_choice": "fixed"}, "raw corpus": {"responses_from": "corpus"},
+    "revealed": {"reveal": 0.3}, "eagle3": {"drafter": "eagle3", "block_size": 8},
+    "ar": {"drafter": "ar", "draft_layers": 1, "block_size": 8}}
+CLAIMS = (      # flag, what is measured at temperature 0, the variants from worst to best as the claim has it
+    ("acceptance length grows with depth", "--draft-layers", "tau", ("1 layer", "3 layers", "5 layers")),
     ("KV injection beats input injection", "--injection", "tau", ("input injection", "dflash")),
     ("5 taps beat 1", "--taps", "tau", ("1 tap", "dflash")),
     ("random anchors beat fixed blocks", "--anchor-choice", "tau", ("fixed anchors", "dflash")),
@@ -781,159 +750,161 @@ CLAIMS = (      # the claim, the flag that switches it, what is measured at temp
     ("regenerated responses beat the raw corpus", "--responses-from", "tau", ("raw corpus", "dflash")),
     ("larger blocks are accepted for longer", "--block-size", "tau", ("block 4", "block 8", "block 16")),
     ("larger blocks are faster", "--block-size", "speedup", ("block 4", "block 8", "block 16")),
-    ("DFlash is faster than EAGLE-3", "--drafter", "speedup, auto", ("eagle3", "dflash")),
-    ("DFlash is faster than a draft model", "--drafter", "speedup, auto", ("ar", "dflash")))
+    ("two denoising steps are kept for longer", "--reveal", "tau", ("dflash", "revealed", "two steps")),
+    ("two denoising steps are faster", "--reveal", "speedup", ("dflash", "revealed", "two steps")),
+    ("DFlash is faster than EAGLE-3", "--drafter", "auto", ("eagle3", "dflash")),
+    ("DFlash is faster than a draft model", "--drafter", "auto", ("ar", "dflash")))
 
 
 def measure_claims(run, args, target, tokenizer, responses, corpus):
-    """Trains and benchmarks every variant with three seeds, one after the other, each in a folder of OUT/claims that is skipped when it is there. Prints what each
-    claim came to and writes it into OUT/report.json. Stopped and started again it goes on."""
-    ids, trainable, settings = responses
+    """Trains and benchmarks every variant with three seeds, each in a folder of OUT/claims that is skipped when it
+    is there. Prints what the claims came to, and writes it into OUT/report.json. It goes on where it stopped."""
     prompts = read_prompts(run.out / "heldout.jsonl", tokenizer, args.prompt_tokens, args.prompts)
     found = {}
     for seed, (name, flags) in itertools.product(range(3), VARIANTS.items()):
-        mine, here = copy.copy(args), copy.copy(run)
+        mine, here, folder = copy.copy(args), copy.copy(run), run.out / "claims" / f"{name} {seed}"
         vars(mine).update(flags, seed=seed)
-        folder = "dflash" if all(getattr(args, flag) == value for flag, value in flags.items()) else name    # one of the depths is the preset's own
-        here.out, here.resume = run.out / "claims" / f"{folder} {seed}", True
-        here.out.mkdir(parents=True, exist_ok=True)
+        here.out, here.resume, first = folder, True, run.out / "claims" / f"{name} 0" / "plan.json"
+        folder.mkdir(parents=True, exist_ok=True)
+        plan = folder / "plan.json" if (folder / "plan.json").exists() else first
+        here.plan = read_json(plan) if plan.exists() else {}                     # as many steps with every seed
+        here.start_clock("drafter")
         if run.main:
             print(f"claims: {name}, seed {seed}", flush=True)
-            first = run.out / "claims" / f"{folder} 0" / "plan.json"
-            if seed and first.exists():                                          # as many steps with every seed, however fast the machine is just then
-                write_json(here.out / "plan.json", read_json(first))
+        data = corpus if mine.responses_from == "corpus" else responses
+        drafter = train_drafter(here, mine, target, tokenizer, *data)
+        if run.main and not (folder / "result.json").exists():
+            write_json(folder / "result.json", measure(run, mine, target, tokenizer, drafter, prompts))
         run.wait()
-        drafter, _ = train_drafter(here, mine, target, tokenizer, *(corpus if mine.responses_from == "corpus" else (ids, trainable)), {**settings, "seed": seed})
-        if run.main and not (here.out / "result.json").exists():
-            with run.bar(sum(map(len, prompts.values())), "benchmark", "prompt") as bar:
-                methods = {"whole": {"drafter": drafter}, "auto": {"drafter": drafter, "block_size": "auto"}}
-                rows = benchmark(target, methods, prompts, min(192, args.response_tokens), (0.0,), stop_tokens(target, tokenizer), progress=bar)
-            whole, auto = rows[-2:]                                              # over all domains
-            first = next(iter(prompts.values()))[0]
-            write_json(here.out / "result.json", {"tau": whole["tau"], "speedup": whole["speedup"], "speedup, auto": auto["speedup"], "identical": whole["identical"],
-                                                  "draft_ms": {n: cycle_ms(target, drafter, first, block_size=n)["draft_ms"] for n in (2, 4, 8, 16)}})
-        run.wait()
-        if run.main:
-            found.setdefault(name, []).append(read_json(here.out / "result.json"))
-            report = read_json(run.out / "report.json") if (run.out / "report.json").exists() else {}
-            write_json(run.out / "report.json", {**report, "claims": found})
+        for key, result in read_json(folder / "result.json").items():
+            found.setdefault(name if key == "one step" else key, []).append(result)
     if run.main:
+        report = run.out / "report.json"
+        write_json(report, {**(read_json(report) if report.exists() else {}), "claims": found})
         print(show_claims(found))
 
 
+def measure(run, args, target, tokenizer, drafter, prompts):
+    """{"one step": tau, speedups and the cost of drafting}; of a drafter that has learned more, "two steps" too."""
+    methods = {"one step": {"drafter": drafter}, "auto": {"drafter": drafter, "block_size": "auto"}}
+    if args.reveal:
+        methods["two steps"] = {"drafter": drafter, "denoise_steps": 2}
+    with run.bar(sum(map(len, prompts.values())), "benchmark", "prompt") as bar:
+        rows = benchmark(target, methods, prompts, min(192, args.response_tokens), (0.0,),
+                         stop_tokens(target, tokenizer), progress=bar)
+    rows = {row["method"]: row for row in rows[-1 - len(methods):]}              # over all domains
+    found = {name: {key: row[key] for key in ("tau", "speedup", "identical")} for name, row in rows.items()}
+    prompt, auto = next(iter(prompts.values()))[0], found.pop("auto")
+    cost = {n: cycle_ms(target, drafter, prompt, block_size=n)["draft_ms"] for n in (2, 4, 8, 16)}
+    found["one step"] |= {"auto": auto["speedup"], "draft_ms": cost}
+    return {name: row for name, row in found.items() if name != "autoregressive"}
+
+
 def show_claims(found):
-    """The claims as a Markdown table, and all variants as bars. found: {variant: a result for each seed}"""
-    of = lambda name, key: [result[key] for result in found[name]]
-    spread = lambda values: f"{statistics.mean(values):.2f} ({min(values):.2f} to {max(values):.2f})"
-    lines = ["| claim | flag | measured | result: mean (least to most) of 3 seeds | verdict |", "| --- | --- | --- | --- | --- |"]
+    """The claims as a Markdown table. found: {variant: a result for each seed}"""
+    lines = ["| claim | flag | measured | mean (least to most) of the seeds | verdict |", "|" + " --- |" * 5]
     for claim, flag, key, names in CLAIMS:
-        rows = [of(name, key) for name in names]
-        pairs = [(a, b) for worse, better in zip(rows, rows[1:]) for a, b in zip(worse, better)]
-        best = max(range(len(rows)), key=lambda i: statistics.mean(rows[i]))
-        verdict = ("holds, in every seed" if all(a < b for a, b in pairs) else "holds on average, not in every seed" if best == len(rows) - 1 else
+        rows = [[result[key] for result in found[name]] for name in names]
+        means = [statistics.mean(row) for row in rows]
+        best = max(range(len(rows)), key=means.__getitem__)
+        in_order = all(a < b for worse, better in zip(rows, rows[1:]) for a, b in zip(worse, better))
+        verdict = ("holds, in every seed" if in_order else "holds on average" if best == len(rows) - 1 else
                    f"holds up to {names[best]}" if best else "does not hold")
-        lines.append(f"| {claim} | `{flag}` | {key} | {'; '.join(f'{name} {spread(row)}' for name, row in zip(names, rows))} | {verdict} |")
-    cost = {name: {n: statistics.median(result["draft_ms"][n] for result in found[name]) for n in ("2", "4", "8", "16")} for name in ("5 layers", "eagle3")}
-    growth = {name: ms["16"] / ms["2"] for name, ms in cost.items()}
-    flat = growth["5 layers"] < 2 < growth["eagle3"] and cost["5 layers"]["16"] < cost["eagle3"]["8"]
-    lines.append("| drafting is flat in the block size for DFlash, linear for EAGLE-3; 5 layers draft 16 tokens faster than 1 layer 8 | `--drafter` | draft ms at block 2, 4, 8, 16 | " +
-                 "; ".join(f"{name} {', '.join(f'{ms:.2f}' for ms in row.values())}" for name, row in cost.items()) + f" | {'holds' if flat else 'does not hold'} |")
-    for key in ("tau", "speedup", "speedup, auto"):
-        lines += ["", f"{key} at temperature 0, mean of the seeds"]
-        most = max(statistics.mean(of(name, key)) for name in found)
-        lines += [f"  {name:16} {statistics.mean(of(name, key)):5.2f} {'█' * round(40 * statistics.mean(of(name, key)) / most)}" for name in found]
+        results = "; ".join(f"{name} {mean:.2f} ({min(row):.2f} to {max(row):.2f})"
+                            for name, mean, row in zip(names, means, rows))
+        lines.append(f"| {claim} | `{flag}` | {key} | {results} | {verdict} |")
+    cost = {name: [statistics.median(result["draft_ms"][n] for result in found[name])
+                   for n in ("2", "4", "8", "16")] for name in ("5 layers", "eagle3")}
+    holds = cost["5 layers"][3] < 2 * cost["5 layers"][0] and cost["eagle3"][3] > 2 * cost["eagle3"][0]
+    costs = "; ".join(f"{name} {', '.join(f'{ms:.2f}' for ms in row)}" for name, row in cost.items())
+    lines.append("| drafting is flat in the block size for DFlash, linear for EAGLE-3 | `--drafter` | draft "
+                 f"ms at block 2, 4, 8, 16 | {costs} | {'holds' if holds else 'does not hold'} |")
     return "\n".join(lines)
 
 
-# ---- command line ------------------------------------------------------------------------------------------------------------------
+# ---- command line ------------------------------------------------------------------------------------------
 
 # Learning rates are Muon's, for matrices, and AdamW's, for the rest, or where Muon's is None for all.
-# cpu: about 15 minutes on 2 cores. gpu: about 100 M parameters on one 24 GB card (the README has the arithmetic).
 PRESETS = {
-    "cpu": dict(vocab_size=448, layers=8, hidden_size=256, intermediate_size=768, heads=4, kv_heads=2, sequence_length=256, batch=16,
-                target_minutes=3.8, responses=3072, response_minutes=1.7, response_batch=512, response_tokens=192, prompt_tokens=64,
-                draft_layers=3, block_size=10, anchors=16, draft_batch=16, drafter_minutes=5.3,
-                temperatures=[0.0, 0.7, 0.0, 1.0], target_lr=[0.02, 1.2e-2], drafter_lr=[0.03, 4e-3], labels="soft"),
-    "gpu": dict(vocab_size=16384, layers=12, hidden_size=768, intermediate_size=2304, heads=12, kv_heads=3, sequence_length=1024, batch=16,
-                target_minutes=15.0, responses=32768, response_minutes=5.0, response_batch=256, response_tokens=448, prompt_tokens=64,
-                draft_layers=5, block_size=16, anchors=64, draft_batch=16, drafter_minutes=20.0,
-                temperatures=[0.0, 0.7, 1.0], target_lr=[0.02, 3e-3], drafter_lr=[0.02, 3e-3], labels="soft"),
-    # --target: the paper's values (section 5.1).
-    "pretrained": dict(sequence_length=3072, response_tokens=2048, prompt_tokens=256, response_batch=64, draft_layers=5, block_size=16, anchors=512,
-                       draft_batch=8, epochs=6, temperatures=[0.0, 0.7, 1.0], drafter_lr=[None, 6e-4], labels="hard"),
-}
+    "cpu": dict(    # about 15 minutes on 2 cores
+        minutes=15.0, vocab_size=448,
+        layers=8, hidden_size=256, intermediate_size=768, heads=4, kv_heads=2,
+        sequence_length=256, batch=16, target_lr=[0.02, 1.2e-2],
+        responses=3072, response_batch=128, response_tokens=192, prompt_tokens=64,
+        temperatures=[0.0, 0.7, 0.0, 1.0],
+        draft_layers=3, block_size=10, anchors=16, draft_batch=16, drafter_lr=[0.03, 4e-3], labels="soft"),
+    "gpu": dict(    # about 100 M parameters on one 24 GB card
+        minutes=45.0, vocab_size=16384,
+        layers=12, hidden_size=768, intermediate_size=2304, heads=12, kv_heads=3,
+        sequence_length=1024, batch=16, target_lr=[0.02, 3e-3],
+        responses=32768, response_batch=256, response_tokens=447, prompt_tokens=64,
+        temperatures=[0.0, 0.7, 1.0],
+        draft_layers=5, block_size=16, anchors=64, draft_batch=16, drafter_lr=[0.02, 3e-3], labels="soft"),
+    "pretrained": dict(    # --target: the paper's values (section 5.1)
+        sequence_length=3072,
+        response_batch=32, response_tokens=2048, prompt_tokens=256, temperatures=[0.0, 0.7, 1.0],
+        draft_layers=5, block_size=16, anchors=512, draft_batch=8, epochs=6, drafter_lr=[None, 6e-4],
+        labels="hard")}
+NUMBERS = {    # what a preset sets, or leaves out: (type, least, help)
+    "minutes": (float, 0, "of the whole run, benchmark included"), "vocab_size": (int, 1, "of the tokenizer"),
+    "layers": (int, 1, "of the target"), "hidden_size": (int, 1, "of target and drafter"),
+    "intermediate_size": (int, 1, "of their MLPs"), "heads": (int, 1, "query heads"),
+    "kv_heads": (int, 1, "key-value heads"), "sequence_length": (int, 1, "tokens of a training sequence"),
+    "batch": (int, 1, "sequences a step, over all processes"),
+    "target_steps": (int, 1, "instead of --minutes"),
+    "responses": (int, 1, "at most so many continuations by the target"),
+    "response_batch": (int, 1, "rows decoded together"), "response_tokens": (int, 1, "new tokens each"),
+    "prompt_tokens": (int, 1, "tokens of each prefix"), "draft_layers": (int, 1, "of the drafter"),
+    "block_size": (int, 2, "tokens of a block, anchor included"), "anchors": (int, 1, "blocks a sequence"),
+    "draft_batch": (int, 1, "sequences a step, over all processes"),
+    "gamma": (float, 0, "decay of the loss over slots; inf: none (default: the paper's)"),
+    "reveal": (float, None, "share of blocks with some tokens given, for --denoise-steps (default: 0)"),
+    "drafter_steps": (int, 1, "instead of --minutes"), "epochs": (float, 0, "instead of --minutes"),
+    "taps": (int, 1, "target layers that the drafter is fed with (default: 5)"),
+    "top_k": (int, None, "of the responses; 0: all (default: what --target recommends)"),
+    "top_p": (float, 0, "of the responses; 1: all (default: what --target recommends)"),
+    "prompts": (int, 1, "benchmark: at most so many a domain (default: 8)"),
+    "seed": (int, None, "(default: 0)")}
+DEFAULTS = {"reveal": 0.0, "taps": 5, "prompts": 8, "seed": 0,
+            "corpus": None, "weights": None, "prompts_from": None}
 
 
-def parse(argv=None):
-    p = argparse.ArgumentParser(description="Train a target, then a DFlash drafter for it, then benchmark both.",
-                                epilog="Flags left out come from the preset.")
-    p.add_argument("--preset", choices=("cpu", "gpu"), help="default: gpu where there is a CUDA device, else cpu")
-    p.add_argument("--out", default="out", help="where everything goes, and is found again (default: out)")
-    p.add_argument("--data", nargs="+", metavar="PATH", help="text files or folders (default: the stubs of torch and numpy; gpu: and their sources)")
-    p.add_argument("--target", metavar="DIR", help="train a drafter for this checkpoint (a Hugging Face folder) instead, on --data, which may be .jsonl too")
-    p.add_argument("--drafter", choices=DRAFTERS, default="dflash", help="or one of two baselines, into OUT/eagle3 or OUT/ar; decode.py --bench measures all")
-    p.add_argument("--mask-token", metavar="TOKEN", help="special token or id for the drafter's masks (default: one that is not in use)")
-    p.add_argument("--suffixes", nargs="+", metavar=".EXT", help="of --data's folders, read only such files")
-    p.add_argument("--resume", action="store_true", help="go on with an interrupted run")
-    p.add_argument("--checkpoint-seconds", type=float, default=60, metavar="N")
-    p.add_argument("--device", help="cpu, cuda (default: cuda where there is one)")
-    p.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True, help="torch.compile the training steps")
-    p.add_argument("--float32", action="store_true", help="train in float32 where bfloat16 would be faster")
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--chat-options", nargs="+", default=[], metavar="KEY=VALUE", help="--target: keywords of the chat template, as enable_thinking=false; the drafter remembers them")
-    p.add_argument("--rendered", action="store_true", help="--target: prompts are rendered already: special tokens count as such")
-    p.add_argument("--skip-bad", action="store_true", help="--target: go on without prompts that can't be used")
-    p.add_argument("--top-k", type=int, metavar="K", help="of the responses; 0: all (default: what --target recommends)")
-    p.add_argument("--top-p", type=float, metavar="P", help="of the responses; 1: all (default: what --target recommends)")
-    for name, kind, text in (
-            ("vocab-size", int, "tokens of the tokenizer"), ("layers", int, "of the target"), ("hidden-size", int, "of target and drafter"),
-            ("intermediate-size", int, "of their MLPs"), ("heads", int, "query heads"), ("kv-heads", int, "key-value heads"),
-            ("sequence-length", int, "tokens of a training sequence"), ("batch", int, "sequences a step, over all processes"),
-            ("target-minutes", float, "time for the target's training"), ("target-steps", int, "instead of --target-minutes"),
-            ("responses", int, "at most so many continuations by the target"), ("response-minutes", float, "time for them"),
-            ("response-batch", int, "rows decoded together"), ("response-tokens", int, "new tokens each"), ("prompt-tokens", int, "tokens of each prefix"),
-            ("draft-layers", int, "of the drafter"), ("block-size", int, "tokens of a block, anchor included"), ("anchors", int, "blocks a sequence"),
-            ("draft-batch", int, "sequences a step, over all processes"), ("gamma", float, "decay of the loss over slots (default: the paper's)"),
-            ("drafter-minutes", float, "time for the drafter's training"), ("drafter-steps", int, "instead of --drafter-minutes"),
-            ("taps", int, "target layers that the drafter is fed with (default: 5)")):
-        p.add_argument(f"--{name}", type=kind, metavar="N", help=text)
-    p.add_argument("--injection", choices=("kv", "input"), default="kv", help="features as keys and values of every layer (DFlash), or once, as the first layer's input")
-    p.add_argument("--anchor-choice", choices=("random", "fixed"), default="random", help="fixed: at multiples of the block size")
-    p.add_argument("--responses-from", choices=("target", "corpus"), default="target", help="corpus: learn from the text as it is")
-    p.add_argument("--claims", action="store_true", help="measure the paper's claims: train and benchmark each variant, 3 seeds of --drafter-minutes each (hours), over OUT/target")
-    p.add_argument("--labels", choices=("soft", "hard"), help="learn the target's distributions, or as in the paper only the tokens of the responses")
-    p.add_argument("--epochs", type=float, metavar="N", help="of the drafter's training, instead of --drafter-minutes")
-    p.add_argument("--temperatures", type=float, nargs="+", metavar="T", help="of the responses, in turn")
+def parser():
+    p = argparse.ArgumentParser(
+        description="Train a target, then a DFlash drafter for it, then benchmark both.",
+        epilog="Flags left out come from the preset.")
+    add, switch = p.add_argument, argparse.BooleanOptionalAction
+    add("--preset", choices=("cpu", "gpu"), help="default: gpu where there is a CUDA device, else cpu")
+    add("--out", default="out", help="where everything goes, and is found again (default: out)")
+    add("--data", nargs="+", metavar="PATH", help="text files or folders (default: the stubs of torch and "
+        "numpy; gpu: and their sources)")
+    add("--target", metavar="DIR", help="train a drafter for this checkpoint (a Hugging Face folder) "
+        "instead, on --data, which may be .jsonl too")
+    add("--drafter", choices=DRAFTERS, default="dflash", help="or a baseline, into OUT/eagle3 or OUT/ar")
+    add("--mask-token", metavar="TOKEN", help="special token or id for the masks (default: a spare one)")
+    add("--suffixes", nargs="+", metavar=".EXT", help="of --data's folders, read only such files")
+    add("--chat-options", nargs="+", default=[], metavar="KEY=VALUE", help="--target: keywords of the chat "
+        "template, as enable_thinking=false; the drafter remembers them")
+    add("--rendered", action="store_true", help="--target: in prompts special tokens count as such")
+    add("--skip-bad", action="store_true", help="--target: go on without prompts that can't be used")
+    add("--resume", action="store_true", help="go on with an interrupted run")
+    add("--checkpoint-seconds", type=float, default=60, metavar="N")
+    add("--device", help="cpu, cuda (default: cuda where there is one)")
+    add("--compile", action=switch, default=True, help="torch.compile the training steps")
+    add("--float32", action="store_true", help="train in float32 where bfloat16 would be faster")
+    add("--injection", choices=("kv", "input"), default="kv", help="features as keys and values of every "
+        "layer (DFlash), or once, as the first layer's input")
+    add("--anchor-choice", choices=("random", "fixed"), default="random", help="fixed: at block_size, ...")
+    add("--responses-from", choices=("target", "corpus"), default="target", help="corpus: the text as it is")
+    add("--labels", choices=("soft", "hard"), help="the target's distributions, or as the paper its tokens")
+    add("--claims", action="store_true", help="measure the paper's claims over OUT/target: train and "
+        "benchmark each variant with 3 seeds, each for the drafter's part of --minutes (hours)")
+    add("--temperatures", type=float, nargs="+", metavar="T", help="of the responses, in turn")
     for name in ("--target-lr", "--drafter-lr"):
-        p.add_argument(name, type=learning_rate, nargs=2, metavar=("MUON", "ADAMW"), help="MUON may be none: AdamW for all")
-    p.add_argument("--prompts", type=int, default=8, metavar="N", help="benchmark: prompts a domain")
-    args = p.parse_args(argv)
-    args.cuts = {"top_k": args.top_k or None, "top_p": args.top_p}
-    args.device = find_device(args.device)
-    args.preset = "pretrained" if args.target else args.preset or ("gpu" if args.device.type == "cuda" else "cpu")
-    timed, args.taps = args.drafter_minutes or args.drafter_steps, args.taps or 5
-    for name, value in PRESETS[args.preset].items():
-        if getattr(args, name) is None and not (name == "epochs" and timed):
-            setattr(args, name, value)
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    for names, least in ((("layers", "draft_layers"), 1), (("block_size",), 2), (("sequence_length", "prompt_tokens", "response_tokens", "responses",
-                         "response_batch", "anchors", "prompts", "target_steps", "drafter_steps", "taps", "heads", "kv_heads", "hidden_size", "intermediate_size"), 1), (("batch", "draft_batch"), world), (("seed",), 0)):
-        for name in names:
-            if getattr(args, name) is not None and getattr(args, name) < least:
-                raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)} is too small: at least {least}")
-    for name in ("target_minutes", "response_minutes", "drafter_minutes", "epochs", "gamma"):
-        if getattr(args, name) is not None and not (0 < getattr(args, name) < math.inf or name == "gamma" and args.gamma == math.inf):
-            raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)} is out of range: more than 0")
-    if args.target and (args.responses_from == "corpus" or args.claims):
-        raise UserError("--responses-from corpus and --claims need a target that train.py has trained on --data: leave --target out")
-    if not all(0 <= temperature < math.inf for temperature in args.temperatures):
-        raise UserError(f"--temperatures {args.temperatures} are out of range: at least 0")
-    if not args.target and args.prompt_tokens + args.response_tokens > ModelConfig.max_position_embeddings:
-        raise UserError(f"--prompt-tokens and --response-tokens together exceed the target's {ModelConfig.max_position_embeddings} positions")
-    if not args.target and (args.heads % args.kv_heads or args.hidden_size % args.heads or args.hidden_size // args.heads % 2):
-        raise UserError(f"--hidden-size {args.hidden_size}, --heads {args.heads} and --kv-heads {args.kv_heads} do not fit: heads must be a multiple "
-                        "of kv-heads, and hidden-size an even multiple of heads")
-    return args
+        add(name, type=learning_rate, nargs=2, metavar=("MUON", "ADAMW"), help="MUON none: AdamW for all")
+    for name, (kind, _, text) in NUMBERS.items():
+        add(f"--{name.replace('_', '-')}", type=kind, metavar="N", help=text)
+    return p
 
 
 def learning_rate(text):
@@ -942,44 +913,83 @@ def learning_rate(text):
     return None if text == "none" else float(text)
 
 
-def stages(run, args):
-    """Everything that the arguments ask for, each stage where its result is not there yet."""
+def parse(argv=None):
+    """The command line, with the preset's values where it says nothing. UserError where it asks for too much."""
+    args = parser().parse_args(argv)
+    args.device, args.chat_options = find_device(args.device), parse_options(args.chat_options)
+    args.cuts = {"top_k": args.top_k or None, "top_p": args.top_p}
+    args.preset = args.preset or ("gpu" if args.device.type == "cuda" else "cpu")
+    args.target = args.target and str(Path(args.target).resolve())
+    preset = PRESETS["pretrained" if args.target else args.preset]
+    if args.drafter_steps or args.minutes:
+        preset = {**preset, "epochs": None}
+    for name, value in (DEFAULTS | preset).items():
+        if getattr(args, name, None) is None:
+            setattr(args, name, value)
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    for name, (kind, least, _) in NUMBERS.items():
+        value, flag = getattr(args, name), f"--{name.replace('_', '-')}"
+        least = world if name in ("batch", "draft_batch") else least
+        if value is not None and kind is int and value < (least or 0):
+            raise UserError(f"{flag} {value} is too small: at least {least or 0}")
+        most = math.inf if least == 0 else 1.0
+        inside = value is None or (least or 0) <= value <= most and (value or least is None)
+        inside = inside and (value != math.inf or name == "gamma")
+        if kind is float and not inside:
+            raise UserError(f"{flag} {value} is out of range: {'more than 0' if least == 0 else '0 to 1'}")
+    positive = all(0 <= t < math.inf for t in args.temperatures)
+    check(positive, "--temperatures", args.temperatures, "at least 0")
     if args.target:
-        target, tokenizer, prompts, settings, heldout = pretrained_target(run, args)
-        args.mask_token = str(mask_token(args, target.config.vocab_size, tokenizer, prompts))    # refused now, not after hours
-    else:
-        tokenizer, ids, heldout, settings = make_text(run, args)
-        mask_token(args, tokenizer.vocab_size, tokenizer)
-        target, settings = train_target(run, args, tokenizer, ids, heldout, settings)
-        begin = torch.randint(len(ids) - args.prompt_tokens, (args.responses,), generator=generator(args.seed, 2))
-        prompts = [ids[i:i + args.prompt_tokens].tolist() for i in begin]
-    if args.claims:
-        measure_claims(run, args, target, tokenizer, make_responses(run, args, target, tokenizer, prompts, settings), corpus_rows(args, ids))
-        return
-    if args.responses_from == "corpus":
-        (ids, trainable), settings = corpus_rows(args, ids), {**settings, "responses_from": "corpus", "responses": args.responses}
-    else:
-        ids, trainable, settings = make_responses(run, args, target, tokenizer, prompts, settings)
-    if args.target and run.main:
-        write_lines(run.out / "heldout.jsonl", heldout)
-    drafter, settings = train_drafter(run, args, target, tokenizer, ids, trainable, settings)
-    settings = {**settings, "prompts": args.prompts}
-    if args.drafter == "dflash" and not finished(run, "benchmark", settings):
-        if run.main:
-            if run.device.type == "cuda" and run.bfloat16:                       # as users would; float32 is decode.py's --dtype away
-                target, drafter = target.to(torch.bfloat16), drafter.to(torch.bfloat16)
-            run_benchmark(run.out, target, {"dflash": drafter}, tokenizer, run.out / "heldout.jsonl", prompts=args.prompts,
-                          prompt_tokens=args.prompt_tokens, max_new_tokens=min(192, args.response_tokens),
-                          rendered=args.rendered, skip_bad=args.skip_bad, **args.cuts)
-        finish(run, "benchmark", settings)
+        if args.responses_from == "corpus" or args.claims:
+            raise UserError("--responses-from corpus and --claims need a target that train.py has trained on "
+                            "--data: leave --target out")
+        return args
+    if args.prompt_tokens + args.response_tokens > ModelConfig.max_position_embeddings:
+        raise UserError("--prompt-tokens and --response-tokens together exceed the target's "
+                        f"{ModelConfig.max_position_embeddings} positions")
+    if args.heads % args.kv_heads or args.hidden_size % args.heads or args.hidden_size // args.heads % 2:
+        raise UserError(f"--hidden-size {args.hidden_size}, --heads {args.heads}, --kv-heads {args.kv_heads} "
+                        "don't fit: heads must be a multiple of kv-heads, hidden-size an even one of heads")
+    return args
 
 
 def main(argv=None):
     args = parse(argv)
     run = Run(args)
-    stages(run, args)
+    if args.target:
+        target, tokenizer, prompts = pretrained_target(run, args)
+        args.mask_token = str(pick_mask_token(tokenizer, target.config.vocab_size, args.mask_token, prompts))
+    else:
+        tokenizer, ids, heldout = make_text(run, args)
+        pick_mask_token(tokenizer, tokenizer.vocab_size, args.mask_token)        # refused now, not after hours
+        target = train_target(run, args, tokenizer, ids, heldout)
+        g = generator(args.seed, 2)
+        begin = torch.randint(len(ids) - args.prompt_tokens, (args.responses,), generator=g)
+        prompts = [ids[i:i + args.prompt_tokens].tolist() for i in begin]
+    if args.claims:
+        responses = make_responses(run, args, target, tokenizer, prompts)
+        measure_claims(run, args, target, tokenizer, responses, corpus_rows(args, ids))
+    else:
+        data = (corpus_rows(args, ids) if args.responses_from == "corpus" else
+                make_responses(run, args, target, tokenizer, prompts))
+        drafter = train_drafter(run, args, target, tokenizer, *data)
+        if args.drafter == "dflash" and not run.is_done(args, "benchmark"):
+            if run.main:
+                bench(run, args, target, drafter, tokenizer)
+            run.finish("benchmark")
     if run.world > 1:
         dist.destroy_process_group()
+
+
+def bench(run, args, target, drafter, tokenizer):
+    if run.device.type == "cuda" and run.bfloat16:               # as users would; decode.py has --dtype float32
+        target, drafter = target.to(torch.bfloat16), drafter.to(torch.bfloat16)
+    seconds = run.seconds_for("benchmark")
+    tokens = 192 if seconds is None or seconds > 60 else 64
+    run_benchmark(run.out, target, {"dflash": drafter}, tokenizer, run.out / "heldout.jsonl",
+                  prompts=args.prompts, prompt_tokens=args.prompt_tokens,
+                  max_new_tokens=min(tokens, args.response_tokens),
+                  rendered=args.rendered, skip_bad=args.skip_bad, seconds=seconds, **args.cuts)
 
 
 if __name__ == "__main__":
