@@ -1,16 +1,18 @@
 """Draft, verify, accept: generation with a target and a drafter, and the benchmark of both.
 
     python decode.py --prompt "def zeros("             what train.py left in out/, streamed
-    python decode.py --prompt "def zeros(" --show      in colours: accepted drafts, bonus tokens, rejected drafts
+    python decode.py --prompt "def zeros(" --show      in colours: accepted, bonus, rejected tokens
     python decode.py --bench                           against plain decoding, on held-out prompts
 
-One cycle (paper, section 3): the drafter fills a block behind the anchor, the target reads the drafts in one pass and draws its own token
-behind each, and drafts are kept while they equal the target's draws. The first draw that no draft guessed is the bonus token, the next
-cycle's anchor. Plain decoding is the same cycle without drafts: the anchor alone is read, and its successor is the bonus token.
+One cycle (paper, section 3): the drafter fills a block behind the anchor, the target reads the drafts in one
+pass and draws its own token behind each, and drafts are kept while they equal the target's draws. The first
+draw that no draft guessed is the bonus token, the next cycle's anchor. Plain decoding is the same cycle
+without drafts: the anchor alone is read, and its successor is the bonus token.
 
-Target and drafter draw with the same noise (see `Sampling` in model.py), a function of seed, row and token index. So the text is the
-target's, token for token, at every temperature and with every way of drafting (Daliri, Musco, Suresh, arXiv:2408.07978); in bfloat16 two
-tokens that are equally likely to the last bit may come out either way.
+Target and drafter draw with the same noise (see `Sampling` in model.py), a function of seed, row and token
+index. So the text is the target's, token for token, at every temperature and with every way of drafting
+(Daliri, Musco, Suresh, arXiv:2408.07978); in bfloat16 two tokens that are equally likely to the last bit may
+come out either way.
 """
 import argparse
 import codecs
@@ -33,39 +35,46 @@ from model import (DTYPES, KVCache, Sampling, Tokenizer, Transformer, UserError,
                    choose_sampling, device_name, encode_prompt, exponential_noise, find_device, parse_options,
                    read_prompts, run_command, stop_tokens, stream_keys, table, write_json)
 
-PREFILL = 512         # tokens of a prompt that are read at once: the mask, PREFILL x context, should not outgrow a CPU's cache
-LOOK_EVERY = 3        # cycles between two looks at the results on CUDA, where each look makes the host wait for the device
+# Tokens of a prompt that are read at once: the mask, PREFILL x context, should not outgrow a CPU's cache
+PREFILL = 512
+# Cycles between two looks at the results on CUDA, where each look makes the host wait for the device
+LOOK_EVERY = 3
 TREE_BUDGET = 32      # the command line's default
 KEPT_BYTES = 2**31    # of the caches of idle Decoders, which later calls of the same shapes reuse
 
 
-# ---- the rule of acceptance, at every temperature ------------------------------------------------------------------------------------
+# ---- the rule of acceptance, at every temperature ----------------------------------------------------------
 
 def accept_chain(drafts, draws):
-    """A draft is kept if it equals the token that the target itself draws at its place, and all drafts before it were kept.
+    """A draft is kept if it equals the token that the target itself draws at its place, and all drafts before
+    it were kept.
 
-    draws: (B, N), the target's token behind each of drafts.tokens. Returns how many of these are kept, the anchor included (B,).
+    draws: (B, N), the target's token behind each of drafts.tokens. Returns how many of these are kept, the
+    anchor included (B,).
     """
     return 1 + (drafts.tokens[:, 1:] == draws[:, :-1]).cumprod(1).sum(1)
 
 
 def accept_tree(drafts, draws):
-    """The same in a tree, where "before" is "ancestor". -> how many are kept (B,); path (B, N): these in order, then the others."""
+    """The same in a tree, where "before" is "ancestor". -> how many are kept (B,); path (B, N): these in
+    order, then the others."""
     right = (drafts.tokens == draws.gather(1, drafts.parent)) | (drafts.depth == 0)
-    kept = (right[:, None] | ~drafts.ancestors).all(-1)                          # (B, N); siblings differ, so they are one path
+    kept = (right[:, None] | ~drafts.ancestors).all(-1)        # (B, N); siblings differ, so they are one path
     return kept.sum(1), kept.int().argsort(dim=1, descending=True, stable=True)
 
 
-# ---- the loop ------------------------------------------------------------------------------------------------------------------
+# ---- the loop ----------------------------------------------------------------------------------------------
 
 class Decoder:
-    """Caches and state for a batch of B rows of up to `capacity` tokens, of fixed shapes and changed in place by `draft` and `verify`,
-    which ask nothing of the host. With compile (the default on CUDA) these become one piece each, a CUDA graph or compiled code, which
-    later calls of the same shapes use again; otherwise they are called as they are.
+    """Caches and state for a batch of B rows of up to `capacity` tokens, of fixed shapes and changed in place
+    by `draft` and `verify`, which ask nothing of the host. With compile (the default on CUDA) these become
+    one piece each, a CUDA graph or compiled code, which later calls of the same shapes use again; otherwise
+    they are called as they are.
 
-    Each row advances at its own pace: its text is text[b, :start[b] + 1], and the last token of that, at position start[b], is the
-    anchor: drawn by the target, not yet read by it. A rollback is a start that moves on by less than was read: what lies in the caches
-    from there on is never seen, and the next cycle writes over it.
+    Each row advances at its own pace: its text is text[b, :start[b] + 1], and the last token of that, at
+    position start[b], is the anchor: drawn by the target, not yet read by it. A rollback is a start that
+    moves on by less than was read: what lies in the caches from there on is never seen, and the next cycle
+    writes over it.
     """
 
     def __init__(self, target, drafter, batch, capacity, block_size, tree_budget, auto, denoise_steps,
@@ -84,7 +93,7 @@ class Decoder:
         self.finished = zeros(batch, dtype=torch.bool)
         self.keys = zeros(batch, 2, dtype=torch.int32)                           # of the rows' noise
         self.stop_ids = torch.tensor(stop_ids, dtype=torch.int64, device=device)
-        self.kept_log = zeros(capacity + LOOK_EVERY, batch)                      # what each cycle has kept of each row; a log
+        self.kept_log = zeros(capacity + LOOK_EVERY, batch)      # what each cycle has kept of each row; a log
         self.num_cycles = zeros(1)
         self.auto = Auto(tree_budget or block_size) if auto else None
         # Cycles between two looks; first calls of a step, which are slower than the others.
@@ -101,7 +110,8 @@ class Decoder:
         return propose(self.anchor(), guesses, self.tree_budget)
 
     def verify(self, n):
-        """The target reads the anchor and the first n - 1 drafts in one pass, draws its own token behind each, and keeps what agrees."""
+        """The target reads the anchor and the first n - 1 drafts in one pass, draws its own token behind
+        each, and keeps what agrees."""
         drafts = self.drafts.first(n) if n > 1 else Drafts(self.anchor(), None)
         order, noise = torch.arange(n, device=self.device), self.noise(0, min(n, self.block_size))
         if drafts.parent is None:
@@ -112,7 +122,8 @@ class Decoder:
         else:
             positions, tree = self.start[:, None] + drafts.depth, (self.start, drafts.ancestors)
             hidden, features = self.target(drafts.tokens, positions, self.caches[0], self.taps, tree)
-            noise = noise if noise is None else rows_at(noise, drafts.depth)     # by the index of the token behind a node
+            # A node draws with the noise of the token behind it.
+            noise = noise if noise is None else rows_at(noise, drafts.depth)
             draws = self.sampling.draw(self.target.logits(hidden), noise)        # (B, n)
             num_kept, path = accept_tree(drafts, draws)
             self.caches[0].move(self.start[:, None] + path, self.start[:, None] + order)
@@ -120,8 +131,9 @@ class Decoder:
         self.commit(draws, num_kept, features)
 
     def commit(self, tokens, num_kept, features):
-        """Appends each row's first num_kept (B,) of tokens (B, n): the kept drafts, and behind them the bonus token. start moves past what
-        the target has read of them, and that is the rollback: the rest is never seen again."""
+        """Appends each row's first num_kept (B,) of tokens (B, n): the kept drafts, and behind them the bonus
+        token. start moves past what the target has read of them, and that is the rollback: the rest is never
+        seen again."""
         n = tokens.shape[1]
         order = torch.arange(n, device=self.device)
         slots = self.start[:, None] + order                                     # (B, n)
@@ -129,7 +141,8 @@ class Decoder:
         self.text.scatter_(1, slots + 1, tokens)
         stops = (tokens[..., None] == self.stop_ids).any(-1) & (order < num_kept[:, None])
         first_stop = order.where(stops, n).amin(1)                               # (B,), n: none
-        num_kept = torch.minimum(num_kept, first_stop + 1).masked_fill(self.finished, 0)    # nothing counts behind a stop
+        # Nothing counts behind a stop token.
+        num_kept = torch.minimum(num_kept, first_stop + 1).masked_fill(self.finished, 0)
         self.kept_log.index_copy_(0, self.num_cycles, num_kept[None])
         self.num_cycles += 1
         self.start.copy_(torch.minimum(self.start + num_kept, self.last))
@@ -146,20 +159,22 @@ class Decoder:
             return exponential_noise(self.keys, index, self.target.config.vocab_size)
 
     def guess(self, logits, slot):
-        """The tokens (B, n) that logits (B, n, V) draft in the slots (counted from 0) from this one on, drawn with the target's noise:
-        for drafters whose next pass reads them."""
+        """The tokens (B, n) that logits (B, n, V) draft in the slots (counted from 0) from this one on, drawn
+        with the target's noise: for drafters whose next pass reads them."""
         return self.sampling.draw(logits, self.noise(slot, logits.shape[1]))
 
     def read(self):
-        """The drafter reads its last block of context, where plain cycles follow each other and `draft` can't read more than that."""
+        """The drafter reads its last block of context, where plain cycles follow each other and `draft` can't
+        read more than that."""
         positions = last_positions(self.start, self.block_size)
         self.drafter.read(self.target, self.text, self.features, positions, self.caches[1])
 
     # -- the host's part
 
     def prefill(self, prompts, max_new_tokens, keys):
-        """Starts anew: target and drafter read the prompts, the target draws each row's first token. Rows of different lengths are
-        padded on the right; causality keeps the padding unseen, and the first cycles write over it."""
+        """Starts anew: target and drafter read the prompts, the target draws each row's first token. Rows of
+        different lengths are padded on the right; causality keeps the padding unseen, and the first cycles
+        write over it."""
         lengths, width = [len(prompt) for prompt in prompts], max(map(len, prompts))
         self.text[:, :width] = torch.tensor([[*prompt] + [0] * (width - len(prompt)) for prompt in prompts])
         self.prompt_length.copy_(torch.tensor(lengths))
@@ -188,7 +203,8 @@ class Decoder:
         self.slowest, self.longest, self.unread = 0, width, 1
 
     def cycle(self, looking):
-        """Draft, verify, accept, commit. looking: may the host wait for the drafts, to choose how many are read?"""
+        """Draft, verify, accept, commit. looking: may the host wait for the drafts, to choose how many are
+        read?"""
         auto, n, self.is_warm = self.auto, 1, True
         self.set_kv_len(self.longest + max(self.block_size, self.tree_budget or 0))
         self.watch.mark()
@@ -196,7 +212,8 @@ class Decoder:
             self.window = self.block_size if self.compile else self.unread
             self.drafts, self.unread = self.step(self.draft), 0
             if auto and looking:
-                self.slowest = int((self.start - self.last).masked_fill(self.finished, 1).argmin())    # all wait for this row
+                # The row that all others wait for.
+                self.slowest = int((self.start - self.last).masked_fill(self.finished, 1).argmin())
                 auto.choose(self.drafts.probability[self.slowest].tolist())
             n = auto.size if auto else self.drafts.tokens.shape[1]
         elif self.drafter and self.compile and self.unread >= self.block_size:
@@ -211,7 +228,8 @@ class Decoder:
         self.longest += min(n, self.block_size)
 
     def step(self, function, *args):
-        """Calls a step of the cycle: as it is, or as one piece (on CUDA from the second call on: the first compiles and reserves)."""
+        """Calls a step of the cycle: as it is, or as one piece (on CUDA from the second call on: the first
+        compiles and reserves)."""
         key = function.__name__, *args
         self.calls[key] += 1
         self.is_warm &= self.calls[key] > self.warm_up
@@ -222,19 +240,21 @@ class Decoder:
         return self.graphs[key]()
 
     def set_kv_len(self, n):
-        """How many slots of the caches the next passes look at: n, or all of them where shapes must not change."""
+        """How many slots of the caches the next passes look at: n, or all of them where shapes must not
+        change."""
         for cache in self.caches:
             cache.kv_len = self.text.shape[1] if self.compile else min(n, self.text.shape[1])
 
     def look(self):
-        """The host waits for the device, and learns what the cycles since the last look have kept. Returns whether all rows have ended."""
+        """The host waits for the device, and learns what the cycles since the last look have kept. Returns
+        whether all rows have ended."""
         for kept in self.kept_log[len(self.history):len(self.sizes)].tolist():
             i = len(self.history)
             self.history.append(kept)
-            if self.auto and any(kept):                                          # not behind the end of all rows
+            if self.auto and any(kept):                                       # not behind the end of all rows
                 ms = sum(self.watch.cycle(i)) if self.warm[i] else None
                 self.auto.update(self.sizes[i], ms, max(1, kept[self.slowest]))
-        if self.sizes:                                                           # of the last cycle: what it did, not what it could
+        if self.sizes:                                     # of the last cycle: what it did, not what it could
             self.unread += max(1, *self.history[-1]) - min(self.sizes[-1], self.block_size)
         self.longest = int(self.start.max())
         return bool(self.finished.all())
@@ -245,23 +265,26 @@ class Decoder:
 
 
 class Auto:
-    """block_size="auto": how many tokens the target reads next, of which one, without a draft, is plain decoding.
+    """block_size="auto": how many tokens the target reads next, of which one, without a draft, is plain
+    decoding.
 
-    A size is worth the tokens expected of it, by the drafter's own probabilities raised to a power that makes them right on average, over
-    its cost in plain cycles. Costs are ratios of the times of neighbouring cycles: a machine's speed changes, but seldom between these.
-    Where drafts lose, plain cycles follow, the more the more was lost and the more looks in a row have lost.
+    A size is worth the tokens expected of it, by the drafter's own probabilities raised to a power that makes
+    them right on average, over its cost in plain cycles. Costs are ratios of the times of neighbouring
+    cycles: a machine's speed changes, but seldom between these. Where drafts lose, plain cycles follow, the
+    more the more was lost and the more looks in a row have lost.
     """
 
     def __init__(self, most):
         self.sizes = [n for n in (2, 4, 8, 16, 32) if n < most] + [most]
-        self.ratios = {n: deque(maxlen=9) for n in self.sizes}                   # measured costs, draft included
-        self.power = 1.0                                                         # of a probability, to be right on average
-        self.lost, self.looks = 0.0, 0                                           # plain cycles that a cycle with drafts loses: moving average
-        self.plain_cycles, self.patience = 2, 8                                  # before the next draft; after it, for each one lost
-        self.size = self.before = None                                           # chosen; the cycle before (tokens read, milliseconds)
+        self.ratios = {n: deque(maxlen=9) for n in self.sizes}                # measured costs, draft included
+        self.power = 1.0                                            # of a probability, to be right on average
+        self.lost, self.looks = 0.0, 0           # plain cycles that a cycle with drafts loses: moving average
+        self.plain_cycles, self.patience = 2, 8           # before the next draft; after it, for each one lost
+        self.size = self.before = None                  # chosen; the cycle before (tokens read, milliseconds)
 
     def cost(self, n):
-        """In plain cycles: the measured one, but no more than a larger size's; unmeasured, between those beside it; at first two."""
+        """In plain cycles: the measured one, but no more than a larger size's; unmeasured, between those
+        beside it; at first two."""
         known = {m: statistics.median(ratios) for m, ratios in self.ratios.items() if ratios}
         if n in known:
             return min(cost for m, cost in known.items() if m >= n)
@@ -269,8 +292,10 @@ class Auto:
         return statistics.mean([known[m] for m in below[-1:] + above[:1]] or [2.0])
 
     def choose(self, probability):
-        """probability: of each draft, that it and all before it are right, by the drafter. Sizes are tried from the smallest up."""
-        expected = list(itertools.accumulate(p ** self.power for p in probability))    # [n - 1]: tokens kept of n
+        """probability: of each draft, that it and all before it are right, by the drafter. Sizes are tried
+        from the smallest up."""
+        # [n - 1]: tokens kept of n
+        expected = list(itertools.accumulate(p ** self.power for p in probability))
         largest = max((n for n in self.sizes if self.ratios[n]), default=1)
         most = min(2 * largest, len(expected))
         worth = {n: expected[n - 1] / self.cost(n) for n in self.sizes if n <= most}
@@ -293,21 +318,23 @@ class Auto:
         self.looks += 1
         self.power *= math.exp((self.expected - kept) / min(self.looks, 20))
         self.power = min(max(self.power, 0.1), 100.0)
-        lost = self.cost(n) - (self.expected + kept) / 2                         # what it gave tells as much as what was expected
+        lost = self.cost(n) - (self.expected + kept) / 2     # what it gave tells as much as what was expected
         self.lost += max(0.2, 1 / self.looks) * (lost - self.lost)
         if self.lost > 0:
             self.plain_cycles = max(1, round(self.patience * self.lost))
             self.patience = min(2 * self.patience, 64)
             return
-        self.plain_cycles, self.patience = int(self.looks % 32 == 0), 8         # one now and then, to measure costs by
+        # A plain cycle now and then measures what one costs.
+        self.plain_cycles, self.patience = int(self.looks % 32 == 0), 8
 
 
-# ---- generation ----------------------------------------------------------------------------------------------------------------
+# ---- generation --------------------------------------------------------------------------------------------
 
 @dataclass
 class Generation:
-    tokens: list                # rows of new token ids; a stop token is included and ends its row; at most max_new_tokens
-    acceptance_lengths: list    # rows of draft tokens accepted + 1, one a cycle, up to a stop token (not cut at max_new_tokens)
+    tokens: list    # rows of new token ids; a stop token is included and ends its row; at most max_new_tokens
+    # Rows of draft tokens accepted + 1, one a cycle, up to a stop token (not cut at max_new_tokens)
+    acceptance_lengths: list
     draft_ms: list = field(default_factory=list)     # a cycle with drafts
     verify_ms: list = field(default_factory=list)    # a cycle, acceptance included
 
@@ -318,8 +345,9 @@ class Generation:
 
 
 def speculative(target, drafter, prompts, max_new_tokens, **how):
-    """Decodes prompts (one list of token ids a row, of any lengths) with drafter and target. The output is that of `autoregressive` with
-    the same seed, token for token (in float32; in lower precision a tie may break either way). Keywords as for `generate`.
+    """Decodes prompts (one list of token ids a row, of any lengths) with drafter and target. The output is
+    that of `autoregressive` with the same seed, token for token (in float32; in lower precision a tie may
+    break either way). Keywords as for `generate`.
     Returns a Generation; UserError for bad input."""
     for decoder in generate(target, drafter, prompts, max_new_tokens, **how):
         pass
@@ -343,14 +371,19 @@ idle = {}    # Decoders of earlier calls, by what they are for; the latest last
 @torch.inference_mode()
 def generate(target, drafter, prompts, max_new_tokens, *, block_size=None, tree_budget=None, denoise_steps=1,
              temperature=0.0, top_k=None, top_p=None, stop_ids=(), seed=None, compile=None, look_every=None):
-    """The loop: yields the Decoder after the prefill, then whenever the host has looked, until all rows have ended.
+    """The loop: yields the Decoder after the prefill, then whenever the host has looked, until all rows have
+    ended.
 
-    block_size: tokens of a block, anchor included; None: the drafter's; "auto": how many of the drafts are read is chosen anew each cycle.
-    tree_budget: None: the target reads the block's likeliest tokens as a chain; N: the N likeliest prefixes, anchor included, as a tree.
-    denoise_steps: passes of the drafter over a block; the paper's takes one (see train.py's --reveal for two).
+    block_size: tokens of a block, anchor included; None: the drafter's; "auto": how many of the drafts are
+    read is chosen anew each cycle.
+    tree_budget: None: the target reads the block's likeliest tokens as a chain; N: the N likeliest prefixes,
+    anchor included, as a tree.
+    denoise_steps: passes of the drafter over a block; the paper's takes one (see train.py's --reveal for
+    two).
     temperature: 0 is greedy; top_k, top_p: see `Sampling`. stop_ids: tokens that end a row.
     seed: an int (row i draws from the stream of (seed, i)), one int a row, or None.
-    compile: None: on CUDA only. There steps are graphs, which later calls of the same shapes reuse; on the CPU compiled code.
+    compile: None: on CUDA only. There steps are graphs, which later calls of the same shapes reuse; on the
+    CPU compiled code.
     look_every: cycles between two looks; None: as is fast.
     """
     sampling = Sampling(temperature, top_k, top_p)
@@ -384,22 +417,24 @@ def generate(target, drafter, prompts, max_new_tokens, *, block_size=None, tree_
             del idle[next(iter(idle))]
 
 
-# ---- benchmark -----------------------------------------------------------------------------------------------------------------
+# ---- benchmark ---------------------------------------------------------------------------------------------
 
 def benchmark(target, methods, prompts, max_new_tokens, temperatures=(0.0, 1.0), stop_ids=(), seed=0,
               progress=None, seconds=None, **how):
     """Plain decoding and every other method on the same prompts, one at a time, in turn, in one run.
 
-    methods: {name: keywords of `speculative`, drafter among them}; prompts: {domain: rows of ids}, of which as many are decoded as fit into
-    `seconds` (None: all), two a domain at least; how: top_k, top_p, compile. Times are whole calls, prefill included: ms_per_token is the
-    median over calls, speedup the median over calls of (plain ms a token / this ms a token). progress: a tqdm bar. Returns the report's rows.
+    methods: {name: keywords of `speculative`, drafter among them}; prompts: {domain: rows of ids}, of which
+    as many are decoded as fit into `seconds` (None: all), two a domain at least; how: top_k, top_p, compile.
+    Times are whole calls, prefill included: ms_per_token is the median over calls, speedup the median over
+    calls of (plain ms a token / this ms a token). progress: a tqdm bar. Returns the report's rows.
     """
     methods, began = {"autoregressive": {"drafter": None}, **methods}, time.monotonic()
     how.update(max_new_tokens=max_new_tokens, stop_ids=stop_ids)
     first = next(iter(prompts.values()))[:1]
-    for temperature, keywords in itertools.product(temperatures, [*methods.values()] * 2):    # compilation, allocation, what auto learns
+    # Warm-up: compilation, allocation, what auto learns.
+    for temperature, keywords in itertools.product(temperatures, [*methods.values()] * 2):
         timed(target, prompts=first, seed=[seed], temperature=temperature, **keywords, **how)
-    runs = defaultdict(list)                                                     # (ms a token, Generation) of each call
+    runs = defaultdict(list)                                           # (ms a token, Generation) of each call
     for i in range(max(map(len, prompts.values()))):
         if seconds and i >= 2 and (time.monotonic() - began) * (i + 1) / i > seconds:
             break
@@ -426,7 +461,8 @@ def timed(target, **how):
 
 
 def summarize(run, plain):
-    """What a report row says of calls (ms a token, Generation), beside plain decoding's of the same prompts."""
+    """What a report row says of calls (ms a token, Generation), beside plain decoding's of the same
+    prompts."""
     tokens = [out.tokens[0] for _, out in run]
     lengths = [n for _, out in run for n in out.acceptance_lengths[0]]
     return {"prompts": len(run), "tokens": sum(map(len, tokens)), "tau": statistics.mean(lengths or [1]),
@@ -440,7 +476,8 @@ def summarize(run, plain):
 
 
 def distinct4(rows):
-    """Share of distinct 4-grams within each row, over all rows: 1 where nothing repeats, near 0 where text runs in a loop."""
+    """Share of distinct 4-grams within each row, over all rows: 1 where nothing repeats, near 0 where text
+    runs in a loop."""
     grams = [[tuple(row[i:i + 4]) for i in range(len(row) - 3)] for row in rows]
     total = sum(map(len, grams))
     return sum(len(set(row)) for row in grams) / total if total else 1.0
@@ -451,14 +488,16 @@ def median(values):
 
 
 def cycle_ms(target, drafter, prompt, **sizes):
-    """Milliseconds of a cycle's draft and of its verification behind this prompt: medians over the cycles of 64 tokens."""
+    """Milliseconds of a cycle's draft and of its verification behind this prompt: medians over the cycles of
+    64 tokens."""
     out = speculative(target, drafter, [prompt], 64, **sizes)
     return {"draft_ms": median(out.draft_ms), "verify_ms": median(out.verify_ms)}
 
 
 def sweep(target, drafter, prompts, progress, **how):
-    """What decoding costs as it grows, in milliseconds of one cycle (medians): over the block size, the tree's, and the context; and tokens
-    a second over the batch. prompts: rows of ids; their text, repeated, makes the longer contexts. Returns {name: rows}."""
+    """What decoding costs as it grows, in milliseconds of one cycle (medians): over the block size, the
+    tree's, and the context; and tokens a second over the batch. prompts: rows of ids; their text, repeated,
+    makes the longer contexts. Returns {name: rows}."""
     text, longest = sum(prompts, []), target.config.max_position_embeddings - 64
     points = {"block_size": (1, 2, 4, 8, 16, 32), "context": [min(2**i, longest) for i in range(6, 13)],
               "tree_budget": () if drafter.in_turn else (2, 4, 8, 16, 32, 64)}
@@ -485,7 +524,8 @@ def sweep(target, drafter, prompts, progress, **how):
 def run_benchmark(out, target, drafters, tokenizer, prompts_file, *, prompts, prompt_tokens, max_new_tokens,
                   temperatures=(0.0, 1.0), block_size="auto", tree_budget=TREE_BUDGET, seed=0, sweeping=False,
                   rendered=False, skip_bad=False, seconds=None, **how):
-    """Benchmarks, prints the table, writes out/report.json. drafters: {method: drafter}, each with its chain, its tree, and "auto"."""
+    """Benchmarks, prints the table, writes out/report.json. drafters: {method: drafter}, each with its chain,
+    its tree, and "auto"."""
     Path(out).mkdir(parents=True, exist_ok=True)
     rows = read_prompts(prompts_file, tokenizer, prompt_tokens, prompts, rendered=rendered, skip_bad=skip_bad)
     methods = {}
@@ -504,7 +544,8 @@ def run_benchmark(out, target, drafters, tokenizer, prompts_file, *, prompts, pr
               "torch": torch.__version__, "max_new_tokens": max_new_tokens, "block_size": block_size,
               "tree_budget": tree_budget, "results": results}
     print(table(results))
-    for row in (row for row in results if row["domain"] == results[-1]["domain"] and row["draft_ms"]):    # all domains
+    # Of all domains together.
+    for row in (row for row in results if row["domain"] == results[-1]["domain"] and row["draft_ms"]):
         print(f"\n{row['method']}, temperature {row['temperature']:g}: tokens kept a cycle, bonus token too")
         print(bars(row["acceptance_lengths"]))
     if sweeping:
@@ -515,16 +556,16 @@ def run_benchmark(out, target, drafters, tokenizer, prompts_file, *, prompts, pr
     write_json(Path(out) / "report.json", report)
 
 
-# ---- command line ----------------------------------------------------------------------------------------------------------------
+# ---- command line ------------------------------------------------------------------------------------------
 
 GREEN, BLUE, GREY, PLAIN = "\033[32m", "\033[1;34m", "\033[9;90m", "\033[0m"
 
 
 def stream(steps, tokenizer, text, stop_ids, show):
-    """Prints text, and what `generate` yields of one row. show: accepted drafts in green, the bonus token in blue, and of a chain the
-    rejected drafts struck out in grey."""
+    """Prints text, and what `generate` yields of one row. show: accepted drafts in green, the bonus token in
+    blue, and of a chain the rejected drafts struck out in grey."""
     began, printed = time.perf_counter(), 0
-    to_text = codecs.getincrementaldecoder("utf-8")("replace")                   # a character may be spread over two tokens
+    to_text = codecs.getincrementaldecoder("utf-8")("replace")     # a character may be spread over two tokens
     for decoder in steps:
         new = decoder.text[0, decoder.prompt_length + printed:decoder.start + 1].tolist()
         accepted = decoder.history[-1][0] - 1 if decoder.history else 0

@@ -1,15 +1,17 @@
 """The DFlash drafter (Chen, Liang, Liu, arXiv:2602.06036): a whole block of tokens in one forward pass.
 
-    target layers          taps        drafter
-    h_1 .. h_L  ──────► concatenate ──► fc ──► hidden_norm ──► context feature, one vector a verified position
-                                                                    │  injected as keys and values
-                                                                    ▼  into EVERY layer (Attention's `context`)
-    [anchor, MASK, MASK, ..., MASK] ──► target's embedding ──► layers, bidirectional in the block ──► norm ──► target's LM head
-                                                                    slot k predicts the token AT position anchor + k
+    target layers      taps        drafter
+    h_1 .. h_L  ──► concatenate ──► fc ──► hidden_norm ──► context feature, one vector a verified position
+                                                               │  injected as keys and values
+                                                               ▼  into EVERY layer (Attention's `context`)
+    [anchor, MASK, MASK, ...] ──► target's embedding ──► layers, bidirectional ──► norm ──► target's LM head
+                                                         slot k predicts the token AT position anchor + k
 
-The anchor is the last verified token: the target has chosen it but not yet read it, so its own feature does not exist.
+The anchor is the last verified token: the target has chosen it but not yet read it, so its own feature does
+not exist.
 
-Below it two baselines that draft one token after the other, through the same decoding loop: EAGLE-3 and a small Transformer.
+Below it two baselines that draft one token after the other, through the same decoding loop: EAGLE-3 and a
+small Transformer.
 """
 import re
 from dataclasses import dataclass, field, replace
@@ -28,8 +30,9 @@ from model import (DecoderLayer, ModelConfig, RMSNorm, Rope, Transformer, UserEr
 
 
 def default_taps(num_target_layers, taps=5):
-    """Ids (0-based) of layers spread evenly from the 2nd to the 3rd-last (section 4.1), or from the first to the last
-    where the former are too few to be distinct. A target with fewer layers than taps gives all it has."""
+    """Ids (0-based) of layers spread evenly from the 2nd to the 3rd-last (section 4.1), or from the first to
+    the last where the former are too few to be distinct. A target with fewer layers than taps gives all it
+    has."""
     L, n = num_target_layers, min(taps, num_target_layers)
     if n == 1:
         return [L // 2]
@@ -44,12 +47,14 @@ class DrafterConfig:
     mask_token_id: int | None           # DFlash's
     target_layer_ids: list              # the taps; none: the drafter reads tokens only
     num_target_layers: int
-    injection: str = "kv"               # DFlash's; "input": the context enters once, in front of the first layer (a switch, to measure what KV injection gives)
-    chat_options: dict = field(default_factory=dict)    # keywords of the chat template that it was trained with
+    # DFlash's; "input": the context enters once, in front of the first layer (a switch, to measure what KV
+    # injection gives)
+    injection: str = "kv"
+    chat_options: dict = field(default_factory=dict)  # keywords of the chat template that it was trained with
 
 
-# Fields of published drafters that change what these compute, and the values with which they don't. They stand in
-# config.json or in its dflash_config, where any field that is neither here nor in UNDERSTOOD is refused.
+# Fields of published drafters that change what these compute, and the values with which they don't. They
+# stand in config.json or in its dflash_config, where any field that is neither here nor in UNDERSTOOD is refused.
 CHANGES = {"is_causal": (None, False), "causal": (None, False), "sample_from_anchor": (None, False),
            "final_logit_softcapping": (None,), "output_multiplier": (None, 1), "conv_kernel_size": (None, 0),
            "selector_rank": (None, 0)}
@@ -57,9 +62,11 @@ UNDERSTOOD = {"block_size", "mask_token_id", "target_layer_ids", "injection", "c
 
 
 class Drafter(nn.Module):
-    """What the drafters share: the modules (of the two that read features), how they start, and their files."""
-    in_turn, default_taps = False, staticmethod(default_taps)                    # in_turn: each token is drafted from the drafts before it
-    shared_with_target = ("hidden_size",)                                        # of the configuration: embedding and head are the target's
+    """What the drafters share: the modules (of the two that read features), how they start, and their
+    files."""
+    # in_turn: each token is drafted from the drafts before it
+    in_turn, default_taps = False, staticmethod(default_taps)
+    shared_with_target = ("hidden_size",)          # of the configuration: embedding and head are the target's
     dtype = property(lambda self: next(self.parameters()).dtype)
 
     def __init__(self, config):
@@ -95,8 +102,9 @@ class Drafter(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, target, generator):
-        """Starts as a copy of the target's last layers that reads its last tap: a drafter of the target's shape has most of what it needs to
-        know already (from random weights it takes several times as many steps). What the target lacks, say QK-norm, starts at one."""
+        """Starts as a copy of the target's last layers that reads its last tap: a drafter of the target's
+        shape has most of what it needs to know already (from random weights it takes several times as many
+        steps). What the target lacks, say QK-norm, starts at one."""
         init_weights(self, generator)
         own = self.state_dict()
         for i in range(len(self.layers)):
@@ -104,7 +112,8 @@ class Drafter(nn.Module):
             layer = {f"layers.{i}.{name}": value for name, value in layer.items()}
             own |= {name: value for name, value in layer.items() if name in own}
         for name, parameter in self.named_parameters():
-            if own[name].shape != parameter.shape:                               # EAGLE-3's q, k, v: the half that reads the embedding starts small
+            # EAGLE-3's q, k, v: the half that reads the embedding starts small
+            if own[name].shape != parameter.shape:
                 own[name] = torch.cat((0.1 * parameter[:, own[name].shape[1]:], own[name].to(parameter)), 1)
         own["norm.weight"] = target.model.norm.weight
         C = own["fc.weight"].shape[0]
@@ -114,8 +123,8 @@ class Drafter(nn.Module):
 
     @classmethod
     def from_pretrained(cls, path, target):
-        """Opens a checkpoint (of DFlash also a published one) for this target, in the target's dtype and on its
-        device. UserError says what doesn't fit."""
+        """Opens a checkpoint (of DFlash also a published one) for this target, in the target's dtype and on
+        its device. UserError says what doesn't fit."""
         config = read_json(Path(path) / "config.json", lambda raw: cls.read_config(raw, target.config))
         drafter = empty(lambda: cls(config), target.device, target.dtype)
         load_weights(drafter, path)
@@ -123,8 +132,8 @@ class Drafter(nn.Module):
 
     @classmethod
     def read_config(cls, raw, target):
-        """A config.json's content -> DrafterConfig. target: the target's ModelConfig. UserError says what doesn't
-        fit, or changes what a drafter computes in a way that we don't have."""
+        """A config.json's content -> DrafterConfig. target: the target's ModelConfig. UserError says what
+        doesn't fit, or changes what a drafter computes in a way that we don't have."""
         section = f"{cls.method}_config"
         own, layers, L = raw.get(section) or {}, ModelConfig.from_dict(raw), target.num_hidden_layers
         check(isinstance(own, dict), section, own, "no object")
@@ -158,7 +167,8 @@ class Drafter(nn.Module):
         return DrafterConfig(layers, block_size, mask, taps, L, injection, chat_options)
 
     def save_pretrained(self, path):
-        """DFlash: writes the layout that the published code, vLLM (method dflash) and SGLang (algorithm DFLASH) read. The others' is like it."""
+        """DFlash: writes the layout that the published code, vLLM (method dflash) and SGLang (algorithm
+        DFLASH) read. The others' is like it."""
         config = self.config
         own = {"block_size": config.block_size, "mask_token_id": config.mask_token_id,
                "target_layer_ids": config.target_layer_ids}
@@ -177,13 +187,13 @@ class DFlashDrafter(Drafter):
         """Section 4.1: the hidden states of the blocks, given the target's features of the context.
 
         features:  (B, S, taps * C) of context positions (the ones not yet in the cache, if there is one)
-        block:     (B, N, C) embeddings of one block [anchor, MASK, ...], or in training of several, one after the other
+        block:     (B, N, C) embeddings of one block [anchor, MASK, ...], in training of several in a row
         positions: (B, S + N) the true positions of both
         Returns (B, N, C), for the target's LM head.
         """
-        context = self.hidden_norm(self.fc(features))                            # (B, S, C), the target context feature
+        context = self.hidden_norm(self.fc(features))                  # (B, S, C), the target context feature
         rope = self.rope(positions, block.dtype)
-        if self.config.injection == "input":                                     # the context as hidden states that go through all layers
+        if self.config.injection == "input":         # the context as hidden states that go through all layers
             x, context = torch.cat((context, block), 1), None
         else:
             x = block
@@ -192,10 +202,12 @@ class DFlashDrafter(Drafter):
         return self.norm(x[:, -block.shape[1]:])
 
     def inject(self, features, context, block, positions, cache):
-        """A pass with a cache: the features (B, W, taps * C) at positions context (B, W) enter it for good, as keys and values of every
-        layer. Those of the block, embeddings (B, N, C) at positions (B, N), lie behind them until the next pass writes over them."""
+        """A pass with a cache: the features (B, W, taps * C) at positions context (B, W) enter it for good,
+        as keys and values of every layer. Those of the block, embeddings (B, N, C) at positions (B, N), lie
+        behind them until the next pass writes over them."""
         places = torch.cat((context, positions), 1)                              # (B, W + N)
-        limit = places.amax(1, keepdim=True).expand_as(positions) + 1            # a block sees the whole context, and all of itself
+        # A block sees the whole context, and all of itself
+        limit = places.amax(1, keepdim=True).expand_as(positions) + 1
         if self.config.injection == "input":
             limit = torch.cat((context + 1, limit), 1)
         cache.write_at(places)
@@ -208,8 +220,8 @@ class DFlashDrafter(Drafter):
         text:     (B, capacity) token ids by position, the anchor's included
         features: (B, capacity, taps * C) by position, the target's of all positions before the anchor's
         start:    (B,) int64, the anchors' positions
-        window:   how many positions before the anchor are read here; those before them are in the cache. (Where a row has read some of
-                  them before, that changes nothing, so that rows need no records.)
+        window:   how many positions before the anchor are read here; those before them are in the cache.
+                  (Where a row has read some of them before, that changes nothing: no records are needed.)
         cache:    the drafter's KVCache
         sample:   (logits (B, n, V), slot) -> (B, n), the tokens drafted in these slots, counted from 0
         steps:    passes that denoise the block; the paper's drafter takes one
@@ -220,9 +232,9 @@ class DFlashDrafter(Drafter):
         ids[:, 0] = text.gather(1, start[:, None])[:, 0]                         # [anchor, MASK, MASK, ...]
         features = rows_at(features, context)
         hidden = self.inject(features, context, target.model.embed_tokens(ids), positions, cache)
-        logits = target.logits(hidden[:, 1:])                                    # (B, S, V), S = block_size - 1
+        logits = target.logits(hidden[:, 1:])                                  # (B, S, V), S = block_size - 1
         filled = torch.zeros_like(ids[:, 1:], dtype=torch.bool)
-        for step in range(1, steps):                                             # the surest slots stay, the rest is drafted again
+        for step in range(1, steps):                        # the surest slots stay, the rest is drafted again
             tokens = sample(logits, 0)
             sure = logits.softmax(-1).gather(2, tokens[..., None])[..., 0].masked_fill(filled, 2.0)
             filled = sure.argsort(1, descending=True).argsort(1) < step * sure.shape[1] // steps
@@ -232,14 +244,17 @@ class DFlashDrafter(Drafter):
         return logits
 
     def read(self, target, text, features, positions, cache):
-        """Puts the context at positions (B, W) into the cache: a pass with an empty block. Arguments as in `draft`."""
+        """Puts the context at positions (B, W) into the cache: a pass with an empty block. Arguments as in
+        `draft`."""
         no_block = target.model.embed_tokens(text[:, :0])
         self.inject(rows_at(features, positions), positions, no_block, positions[:, :0], cache)
 
     def loss(self, target, batch, gamma=None, chunk=2**28):
         """Weighted cross-entropy of all blocks of all rows of a TrainingBatch, in one forward pass under the
-        sparse mask (section 4.2). gamma: the decay over a block's slots; inf: none. chunk: see `token_losses`.
-        Returns the sum of the weighted losses and that of the weights: processes add up theirs, then divide."""
+        sparse mask (section 4.2). gamma: the decay over a block's slots; inf: none. chunk: see
+        `token_losses`.
+        Returns the sum of the weighted losses and that of the weights: processes add up theirs, then
+        divide."""
         (B, S), block_size = batch.ids.shape, self.config.block_size
         gamma = gamma or default_gamma(block_size)
         ids, positions, weight = training_blocks(batch, block_size, self.config.mask_token_id, gamma)
@@ -252,13 +267,14 @@ class DFlashDrafter(Drafter):
                       torch.cat((context, positions.flatten(1)), 1), mask)       # (B, N * block_size, C)
         labels = batch.labels(positions.flatten(1).clamp(max=S - 1))
         hidden, labels = (x.unflatten(1, ids.shape[1:])[:, :, 1:].flatten(0, 2) for x in (hidden, labels))
-        weight = weight[:, :, 1:].flatten()                                      # slot 0, the anchor, is given
+        weight = weight[:, :, 1:].flatten()                                     # slot 0, the anchor, is given
         losses = token_losses(target.logits, target, hidden, labels, chunk)
         return (losses * weight).sum(), weight.sum()
 
 
 def last_positions(start, n):
-    """(B, n): the n positions before start (B,). Where the text is shorter, its first position stands in for those that don't exist."""
+    """(B, n): the n positions before start (B,). Where the text is shorter, its first position stands in for
+    those that don't exist."""
     return (start[:, None] + torch.arange(-n, 0, device=start.device)).clamp(min=0)
 
 
@@ -267,15 +283,17 @@ def rows_at(x, positions):
     return x[torch.arange(len(x), device=x.device)[:, None], positions]
 
 
-# ---- what the target gets to read: a chain of drafts, or a tree --------------------------------------------------------------------
+# ---- what the target gets to read: a chain of drafts, or a tree --------------------------------------------
 
 class Drafts(NamedTuple):
-    """The anchor and the drafts behind it: a chain, in which each has the one before it as parent, or a tree, parents before children."""
+    """The anchor and the drafts behind it: a chain, in which each has the one before it as parent, or a tree,
+    parents before children."""
     tokens: torch.Tensor                     # (B, N) int64, the anchor first
-    probability: torch.Tensor                # (B, N) float32, the drafter's, of all drafts from the anchor to this one
+    probability: torch.Tensor       # (B, N) float32, the drafter's, of all drafts from the anchor to this one
     parent: torch.Tensor | None = None       # trees: (B, N) int64, the node before; the anchor's is itself
     depth: torch.Tensor | None = None        # trees: (B, N) int64, how far behind the anchor
-    ancestors: torch.Tensor | None = None    # trees: (B, N, N) bool, [b, i, j]: is node j an ancestor of node i, or i itself?
+    # Trees: (B, N, N) bool, [b, i, j]: is node j an ancestor of node i, or i itself?
+    ancestors: torch.Tensor | None = None
 
     def first(self, n):
         """Of a tree, the best n nodes."""
@@ -294,15 +312,16 @@ def draft_chain(anchor, guesses):
 
 
 def draft_tree(anchor, guesses, budget):
-    """The `budget` likeliest prefixes of the block (the anchor's, which is certain, among them), best first: N = budget.
+    """The `budget` likeliest prefixes of the block (the anchor's, which is certain, among them), best first:
+    N = budget.
 
-    One pass of the drafter gives a distribution for each slot, so a prefix's probability is a product over its slots. Level after level
-    the likeliest prefixes grow by one token each; of a level no more than the budget can be among the best (liranringel/ddtree,
-    arXiv:2604.12989).
+    One pass of the drafter gives a distribution for each slot, so a prefix's probability is a product over
+    its slots. Level after level the likeliest prefixes grow by one token each; of a level no more than the
+    budget can be among the best (liranringel/ddtree, arXiv:2604.12989).
     """
     B, S, V = guesses.shape
-    K = min(budget - 1, V)                                                       # tokens to choose from in a slot
-    W = min(budget - 1, K * K)                                                   # prefixes kept of a level; of the first one K
+    K = min(budget - 1, V)                                                   # tokens to choose from in a slot
+    W = min(budget - 1, K * K)                                  # prefixes kept of a level; of the first one K
     top, tokens = guesses.topk(K)                                                # (B, S, K)
     log_p = top.log()
     level, scores, choices = log_p.new_zeros(B, 1), [], []
@@ -310,10 +329,11 @@ def draft_tree(anchor, guesses, budget):
         longer = (level[:, :, None] + log_p[:, slot, None]).flatten(1)           # (B, prefixes * K)
         level, choice = longer.topk(W if slot else K)
         scores.append(level)
-        first = K + (slot - 2) * W if slot > 1 else 0                            # of the parents' level, its place in scores
-        choices.append(choice + first * K)                                       # so that choice // K is the parent's place
-    score, choice = torch.cat(scores, 1), torch.cat(choices, 1)                  # (B, candidates), shorter prefixes first
-    # A child is no likelier than its parent, and a stable sort leaves equal ones in order: parents come first, and none is missing.
+        first = K + (slot - 2) * W if slot > 1 else 0             # of the parents' level, its place in scores
+        choices.append(choice + first * K)                         # so that choice // K is the parent's place
+    score, choice = torch.cat(scores, 1), torch.cat(choices, 1)      # (B, candidates), shorter prefixes first
+    # A child is no likelier than its parent, and a stable sort leaves equal ones in order: parents come
+    # first, and none is missing.
     best = score.sort(dim=1, descending=True, stable=True).indices[:, :budget - 1]
     depth = (best - K + W) // W + 1
     choice = choice.gather(1, best)
@@ -350,19 +370,19 @@ class TrainingBatch:
     soft: bool                 # labels: the target's whole distributions, or the tokens
 
     def labels(self, positions):
-        """Of the tokens at positions (B, n): these (B, n), or the hidden states (B, n, C) that the target predicts
-        them from. (At temperature 1 the expected gradient is the same, with much less noise.)"""
+        """Of the tokens at positions (B, n): these (B, n), or the hidden states (B, n, C) that the target
+        predicts them from. (At temperature 1 the expected gradient is the same, with much less noise.)"""
         before = (positions - 1).clamp(min=0)
         return rows_at(self.hidden, before) if self.soft else self.ids.gather(1, positions)
 
 
 def sample_anchors(trainable, num_anchors, block_size, generator, choice="random", reveal=0.0):
     """Random anchors: num_anchors different positions a row among the trainable ones (B, S) bool that have a
-    trainable successor. choice "fixed": only multiples of the block size. reveal: of so many blocks about half of
-    the slots are revealed (the paper: none).
+    trainable successor. choice "fixed": only multiples of the block size. reveal: of so many blocks about
+    half of the slots are revealed (the paper: none).
 
-    Returns anchors (B, N) int64; valid (B, N) bool: a row with fewer such positions fills up with invalid ones;
-    revealed (B, N, block_size) bool."""
+    Returns anchors (B, N) int64; valid (B, N) bool: a row with fewer such positions fills up with invalid
+    ones; revealed (B, N, block_size) bool."""
     can_start = trainable & F.pad(trainable[:, 1:], (0, 1))
     if choice == "fixed":
         can_start = can_start & (torch.arange(trainable.shape[1]) % block_size == 0)
@@ -379,8 +399,8 @@ def default_gamma(block_size):
 
 
 def training_blocks(batch, block_size, mask_token_id, gamma):
-    """All blocks of all rows: their token ids, positions and weights in the loss, each (B, N, block_size). Slot k
-    weighs exp(-(k - 1) / gamma), and nothing where its token is given or no label."""
+    """All blocks of all rows: their token ids, positions and weights in the loss, each (B, N, block_size).
+    Slot k weighs exp(-(k - 1) / gamma), and nothing where its token is given or no label."""
     slot = torch.arange(block_size, device=batch.ids.device)
     positions = batch.anchors[:, :, None] + slot
     inside = positions.flatten(1).clamp(max=batch.ids.shape[1] - 1)
@@ -393,8 +413,8 @@ def training_blocks(batch, block_size, mask_token_id, gamma):
 
 
 def token_losses(head, target, hidden, labels, chunk=2**28):
-    """Cross-entropy (N,) of head(hidden (N, C)) against labels, see `TrainingBatch.labels`. chunk: logits held at
-    once, in numbers; more are computed, dropped and recomputed in the backward pass."""
+    """Cross-entropy (N,) of head(hidden (N, C)) against labels, see `TrainingBatch.labels`. chunk: logits
+    held at once, in numbers; more are computed, dropped and recomputed in the backward pass."""
     def losses(hidden, labels):
         if labels.is_floating_point():
             labels = target.logits(labels).float().softmax(-1).detach()
@@ -410,15 +430,16 @@ def token_losses(head, target, hidden, labels, chunk=2**28):
 # ---- baselines: drafting one token after the other ---------------------------------------------------------
 
 class Eagle3Drafter(Drafter):
-    """EAGLE-3 (Li et al., arXiv:2503.01840): one layer whose position t reads the target's feature of t and the embedding of the token at t + 1,
-    and predicts the token at t + 2. Behind the verified text its own output takes the feature's place."""
+    """EAGLE-3 (Li et al., arXiv:2503.01840): one layer whose position t reads the target's feature of t and
+    the embedding of the token at t + 1, and predicts the token at t + 2. Behind the verified text its own
+    output takes the feature's place."""
     method, folder, architecture, title = "eagle3", "eagle3", "Eagle3DraftModel", "an EAGLE-3 drafter"
     in_turn = True
 
     def __init__(self, config):
         super().__init__(config)
         attn, C = self.layers[0].self_attn, config.layers.hidden_size
-        for name in ("q_proj", "k_proj", "v_proj"):                              # they read [embedding, hidden]
+        for name in ("q_proj", "k_proj", "v_proj"):                            # they read [embedding, hidden]
             setattr(attn, name, nn.Linear(2 * C, getattr(attn, name).out_features, bias=False))
 
     @staticmethod
@@ -435,7 +456,7 @@ class Eagle3Drafter(Drafter):
 
     def project(self, hidden, embedding, positions):
         """hidden, embedding: (B, n, C) at positions (B, n) -> q (B, n, H, D), k and v (B, n, K, D)"""
-        x = torch.cat((self.layers[0].input_layernorm(embedding), self.hidden_norm(hidden)), -1)    # (B, n, 2C)
+        x = torch.cat((self.layers[0].input_layernorm(embedding), self.hidden_norm(hidden)), -1)  # (B, n, 2C)
         return self.layers[0].self_attn.project(x, x, self.rope(positions, x.dtype))
 
     def finish(self, hidden, attended):
@@ -444,7 +465,8 @@ class Eagle3Drafter(Drafter):
         return hidden + self.layers[0].mlp(self.layers[0].post_attention_layernorm(hidden))
 
     def step(self, target, hidden, ids, positions, cache):
-        """One causal pass with a cache: at positions (B, n), hidden (B, n, C) and the tokens behind them, ids (B, n) -> new hidden."""
+        """One causal pass with a cache: at positions (B, n), hidden (B, n, C) and the tokens behind them, ids
+        (B, n) -> new hidden."""
         q, k, v = self.project(hidden, target.model.embed_tokens(ids), positions)
         cache.write_at(positions)
         mask = make_mask(causal(positions), *positions.shape, cache.kv_len, ids.device, q.dtype)
@@ -457,8 +479,8 @@ class Eagle3Drafter(Drafter):
         self.step(target, hidden, text.gather(1, positions + 1), positions, cache)
 
     def draft(self, target, text, features, start, window, block_size, cache, sample, steps=1):
-        """As DFlashDrafter.draft, in block_size - 1 passes. sample: (logits (B, 1, V), slot) -> (B, 1), the token drafted in that slot
-        (counted from 0), which the next pass reads."""
+        """As DFlashDrafter.draft, in block_size - 1 passes. sample: (logits (B, 1, V), slot) -> (B, 1), the
+        token drafted in that slot (counted from 0), which the next pass reads."""
         positions = last_positions(start, window)
         hidden, ids = self.fc(rows_at(features, positions)), text.gather(1, positions + 1)
         logits = []
@@ -469,10 +491,11 @@ class Eagle3Drafter(Drafter):
         return torch.cat(logits, 1)
 
     def loss(self, target, batch, gamma=None, chunk=2**28):
-        """Training-time test: block_size - 1 steps of drafting, each fed with the hidden states of the one before.
-        In step j a chain stands at position t + j, reads the token behind it and predicts the one at t + 2 + j; the
-        step weighs 0.8**j. The first step is taken from every position, the others, of which each sees the first
-        one's keys and those of its own chain, from the anchors' predecessors only. Result as `DFlashDrafter.loss`."""
+        """Training-time test: block_size - 1 steps of drafting, each fed with the hidden states of the one
+        before. In step j a chain stands at position t + j, reads the token behind it and predicts the one at
+        t + 2 + j; the step weighs 0.8**j. The first step is taken from every position, the others, of which
+        each sees the first one's keys and those of its own chain, from the anchors' predecessors only. Result
+        as `DFlashDrafter.loss`."""
         (B, S), device = batch.ids.shape, batch.ids.device
         start = torch.arange(S, device=device).expand(B, S)                      # of the chains (B, N)
         hidden, counts = self.fc(batch.features).to(self.dtype), torch.ones_like(batch.trainable)
@@ -489,7 +512,7 @@ class Eagle3Drafter(Drafter):
             has_label = counts & batch.trainable.gather(1, label_at) & (start + j + 2 < S)
             losses = token_losses(target.logits, target, self.norm(hidden).flatten(0, 1),
                                   batch.labels(label_at).flatten(0, 1), chunk)
-            share = 0.8**j * S / start.shape[1]                                  # fewer chains weigh as much as all
+            share = 0.8**j * S / start.shape[1]                            # fewer chains weigh as much as all
             total += share * (losses * has_label.flatten()).sum()
             weight += share * has_label.sum()
             if j == 0:
@@ -499,7 +522,8 @@ class Eagle3Drafter(Drafter):
 
 
 class ARDrafter(Drafter):
-    """The classic draft model: a smaller Transformer of the target's width and vocabulary, with an embedding and a head of its own."""
+    """The classic draft model: a smaller Transformer of the target's width and vocabulary, with an embedding
+    and a head of its own."""
     method, folder, architecture, title = "ar", "ar", "ARDraftModel", "an autoregressive drafter"
     in_turn, default_taps = True, staticmethod(lambda L, _=None: [])
     shared_with_target = ("vocab_size",)
@@ -547,11 +571,12 @@ DRAFTERS = {cls.method: cls for cls in (DFlashDrafter, Eagle3Drafter, ARDrafter)
 
 
 def pick_mask_token(tokenizer, vocab_size, given=None, prompts=()):
-    """The id that stands for "to be drafted": the given special token or id, else an id of the padded embedding that
-    no token uses, else a special token made to be spare. Text may still contain it: it is only ever the drafter's
-    input, nothing is stripped.
+    """The id that stands for "to be drafted": the given special token or id, else an id of the padded
+    embedding that no token uses, else a special token made to be spare. Text may still contain it: it is only
+    ever the drafter's input, nothing is stripped.
 
-    vocab_size: rows of the target's embedding; prompts: rows of ids. UserError names the tokens to choose from.
+    vocab_size: rows of the target's embedding; prompts: rows of ids. UserError names the tokens to choose
+    from.
     """
     special = tokenizer.special_ids
     if given is not None:

@@ -1,11 +1,12 @@
 """Attention, and who may see whom.
 
-A mask is a small function `mask_mod(b, h, q_idx, kv_idx) -> bool` (FlexAttention's own form): may query q of row b see key kv?
-Each is written once, and `make_mask` turns it into what its executor wants:
+A mask is a small function `mask_mod(b, h, q_idx, kv_idx) -> bool` (FlexAttention's own form): may query q of
+row b see key kv? Each is written once, and `make_mask` turns it into what its executor wants:
 
-  many queries on CUDA (training, long prompts)   a BlockMask, for `torch.compile`d FlexAttention, which skips empty 128 x 128 tiles
-  few queries (decoding), and the CPU             a dense (B, 1, Q, KV) tensor, for scaled_dot_product_attention, and for two plain
-                                                  matrix products where gradients are wanted on the CPU
+  many queries on CUDA (training,    a BlockMask, for `torch.compile`d FlexAttention, which skips empty
+  long prompts)                      tiles of 128 x 128
+  few queries (decoding), the CPU    a dense (B, 1, Q, KV) tensor, for scaled_dot_product_attention, and for
+                                     two plain matrix products where gradients are wanted on the CPU
 
 `attention` then runs either. Nothing here knows what a model, a token or a file is.
 """
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 
-# ---- the masks -----------------------------------------------------------------------------------------------------------
+# ---- the masks ---------------------------------------------------------------------------------------------
 
 def causal(positions):
     """Query i of row b stands at positions[b, i] and sees every key up to there. positions: (B, Q) int64."""
@@ -27,8 +28,9 @@ def causal(positions):
 
 
 def tree(start, ancestors):
-    """Verification: the nodes of a tree of drafts lie in the cache from start[b] on, behind the context. A node sees the context,
-    its ancestors and itself. start: (B,) int64; ancestors: (B, N, N) bool, [b, i, j]: is node j an ancestor of node i, or i itself?"""
+    """Verification: the nodes of a tree of drafts lie in the cache from start[b] on, behind the context. A
+    node sees the context, its ancestors and itself. start: (B,) int64; ancestors: (B, N, N) bool, [b, i, j]:
+    is node j an ancestor of node i, or i itself?"""
     last = ancestors.shape[2] - 1
 
     def tree_mask(b, h, q_idx, kv_idx):
@@ -38,8 +40,9 @@ def tree(start, ancestors):
 
 
 def context_and_block(limit):
-    """Drafting: query i of row b sees every key below limit[b, i]. All queries of a block have the same limit: the cached context
-    and the whole block, both ways. (With injection "input" the context's positions are queries too, and each sees up to itself.)
+    """Drafting: query i of row b sees every key below limit[b, i]. All queries of a block have the same
+    limit: the cached context and the whole block, both ways. (With injection "input" the context's positions
+    are queries too, and each sees up to itself.)
     limit: (B, Q) int64."""
     def context_and_block_mask(b, h, q_idx, kv_idx):
         return kv_idx < limit[b, q_idx]
@@ -49,9 +52,10 @@ def context_and_block(limit):
 def dflash_training(anchors, context_length, block_size):
     """Training: many blocks of one sequence in one pass (paper, section 4.2).
 
-    Keys are [context features 0..context_length-1 | block 0 | block 1 | ...], queries are [block 0 | block 1 | ...], and block n
-    starts at position anchors[b, n]. A query sees the context BEFORE its anchor, and its own block. What decides is the anchor's
-    position, never the block's number: blocks overlap, and an earlier block may reach past a later anchor. anchors: (B, N) int64.
+    Keys are [context features 0..context_length-1 | block 0 | block 1 | ...], queries are [block 0 | block 1
+    | ...], and block n starts at position anchors[b, n]. A query sees the context BEFORE its anchor, and its
+    own block. What decides is the anchor's position, never the block's number: blocks overlap, and an earlier
+    block may reach past a later anchor. anchors: (B, N) int64.
     """
     def dflash_training_mask(b, h, q_idx, kv_idx):
         block = q_idx // block_size
@@ -62,8 +66,9 @@ def dflash_training(anchors, context_length, block_size):
 
 
 def input_injection_training(anchors, context_length, block_size):
-    """`dflash_training` where the context goes through the layers too (the drafter's injection "input"): its positions are queries
-    in front of the blocks', and see what stands before them in the text, and themselves."""
+    """`dflash_training` where the context goes through the layers too (the drafter's injection "input"): its
+    positions are queries in front of the blocks', and see what stands before them in the text, and
+    themselves."""
     blocks = dflash_training(anchors, context_length, block_size)
 
     def input_injection_training_mask(b, h, q_idx, kv_idx):
@@ -74,29 +79,32 @@ def input_injection_training(anchors, context_length, block_size):
 
 def chains(start, context_length):
     """EAGLE-3's training: chain n drafts behind position start[b, n], a token a step. Keys are [context
-    0..context_length-1 | step 1 of chains 0, 1, ... | step 2 of chains 0, 1, ... | ...]. A chain sees the context
-    up to its start, and itself. start: (B, N) int64."""
+    0..context_length-1 | step 1 of chains 0, 1, ... | step 2 of chains 0, 1, ... | ...]. A chain sees the
+    context up to its start, and itself. start: (B, N) int64."""
     def chains_mask(b, h, q_idx, kv_idx):
         own = (kv_idx - context_length) % start.shape[1] == q_idx
         return torch.where(kv_idx < context_length, kv_idx <= start[b, q_idx], own)
     return chains_mask
 
 
-# ---- the two executors ---------------------------------------------------------------------------------------------------
+# ---- the two executors -------------------------------------------------------------------------------------
 
-FLEX_QUERIES = 128    # a BlockMask's tile: with fewer queries there is nothing to skip, and a dense mask needs no compilation
+# A BlockMask's tile: with fewer queries there is nothing to skip, and a dense mask needs no compilation
+FLEX_QUERIES = 128
 
 
 def make_mask(mask_mod, B, Q, KV, device, dtype=torch.float32):
-    """What `attention` takes as its mask, built once a forward pass and shared by all its layers and heads."""
+    """What `attention` takes as its mask, built once a forward pass and shared by all its layers and
+    heads."""
     if torch.device(device).type == "cuda" and Q >= FLEX_QUERIES:
         return compiled(create_block_mask)(mask_mod, B, None, Q, KV, device=device)
     return dense(mask_mod, B, Q, KV, device, dtype)
 
 
 def dense(mask_mod, B, Q, KV, device, dtype=torch.float32):
-    """The predicate as an additive mask: (B, 1, Q, KV), 0 where visible and -inf where not. (Predicates are elementwise, so plain
-    broadcasting evaluates them; `create_mask` goes through vmap and costs as much as a whole small layer.)"""
+    """The predicate as an additive mask: (B, 1, Q, KV), 0 where visible and -inf where not. (Predicates are
+    elementwise, so plain broadcasting evaluates them; `create_mask` goes through vmap and costs as much as a
+    whole small layer.)"""
     b, q, kv = (torch.arange(n, device=device) for n in (B, Q, KV))
     head = torch.zeros((), dtype=torch.int64, device=device)
     visible = mask_mod(b.view(-1, 1, 1, 1), head, q.view(-1, 1), kv)
@@ -104,7 +112,8 @@ def dense(mask_mod, B, Q, KV, device, dtype=torch.float32):
 
 
 def attention(q, k, v, mask):
-    """softmax(q k^T / sqrt(D)) v. q: (B, H, Q, D); k, v: (B, K, KV, D), each key-value head serving H / K query heads.
+    """softmax(q k^T / sqrt(D)) v. q: (B, H, Q, D); k, v: (B, K, KV, D), each key-value head serving H / K
+    query heads.
 
     mask: from `make_mask`. Returns (B, H, Q, D).
     """
@@ -118,15 +127,17 @@ def attention(q, k, v, mask):
 
 
 def plain_attention(q, k, v, mask):
-    """The same as two matrix products. On the CPU their backward is faster than SDPA's for short sequences."""
+    """The same as two matrix products. On the CPU their backward is faster than SDPA's for short
+    sequences."""
     B, H, Q, D = q.shape
     K, KV = k.shape[1:3]
-    scores = (q.reshape(B, K, -1, D) @ k.transpose(2, 3)).view(B, H, Q, KV) * D ** -0.5     # a group's heads share their keys
+    # A group's heads share their keys
+    scores = (q.reshape(B, K, -1, D) @ k.transpose(2, 3)).view(B, H, Q, KV) * D ** -0.5
     weights = (scores + mask).float().softmax(-1).to(v.dtype)
     return (weights.view(B, K, -1, KV) @ v).view(B, H, Q, D)
 
 
-# ---- compiling -----------------------------------------------------------------------------------------------------------
+# ---- compiling ---------------------------------------------------------------------------------------------
 
 def has_compiler():
     """On the CPU torch.compile needs a C++ compiler."""
@@ -138,13 +149,15 @@ def has_compiler():
 
 
 def allow_recompiling():
-    """What is compiled here meets many masks and shapes, each compiled once: more than the eight after which PyTorch gives up."""
+    """What is compiled here meets many masks and shapes, each compiled once: more than the eight after which
+    PyTorch gives up."""
     torch._dynamo.config.recompile_limit = 64
 
 
 @functools.cache
 def compiled(function):
-    """torch.compile on first use: importing the compiler takes as long as importing PyTorch, and plain decoding on the CPU needs none."""
+    """torch.compile on first use: importing the compiler takes as long as importing PyTorch, and plain
+    decoding on the CPU needs none."""
     allow_recompiling()
     return torch.compile(function)
 
@@ -157,8 +170,9 @@ def compiled_step(function):
 
 
 def as_one(method, *args):
-    """A method of an object with a device, of tensors whose places and shapes never change, as one thing to the host instead of hundreds
-    of operators: on CUDA as a graph, whose result is written to the same place each time, on the CPU as compiled code."""
+    """A method of an object with a device, of tensors whose places and shapes never change, as one thing to
+    the host instead of hundreds of operators: on CUDA as a graph, whose result is written to the same place
+    each time, on the CPU as compiled code."""
     if method.__self__.device.type == "cpu":
         return functools.partial(compiled_step(method.__func__), method.__self__, *args)
     graph = torch.cuda.CUDAGraph()
@@ -185,7 +199,8 @@ class Stopwatch:
             self.marks.append(time.perf_counter())
 
     def cycle(self, i):
-        """Cycle i's milliseconds for drafting and for verifying: it has marked its beginning, the end of the draft, and its end."""
+        """Cycle i's milliseconds for drafting and for verifying: it has marked its beginning, the end of the
+        draft, and its end."""
         began, drafted, ended = self.marks[3 * i:3 * i + 3]
         if self.cuda:
             ended.synchronize()

@@ -1,13 +1,13 @@
 """From nothing to a target, its DFlash drafter and a measured benchmark:
 
-    python train.py                          the type stubs of torch and numpy as text, a preset for this machine
+    python train.py                          the stubs of torch and numpy as text, a preset for this machine
     python train.py --minutes 3              the same in three minutes
     python train.py --data notes/ book.txt   your own text
     torchrun --nproc_per_node=4 train.py     on four devices
 
 Stages, each skipped when its result is already in --out: tokenizer, target, responses (the target's own
-continuations of training prefixes), drafter, benchmark. A killed run goes on with --resume and ends with the same
-weights, bit for bit on the CPU: everything random is a function of the seed and the step.
+continuations of training prefixes), drafter, benchmark. A killed run goes on with --resume and ends with the
+same weights, bit for bit on the CPU: everything random is a function of the seed and the step.
 """
 import argparse
 import copy
@@ -186,7 +186,8 @@ def corpus_rows(args, ids):
 # ---- the drafter (section 4.2) -----------------------------------------------------------------------------
 
 def train_drafter(run, args, target, tokenizer, ids, trainable):
-    """ids, trainable: (R, S), see `make_responses` -> the trained drafter, of the kind that --drafter names."""
+    """ids, trainable: (R, S), see `make_responses` -> the trained drafter, of the kind that --drafter
+    names."""
     kind = DRAFTERS[args.drafter]
     folder, R = run.out / kind.folder, len(ids)
     if not run.is_done(args, "drafter", kind.folder):
@@ -226,14 +227,16 @@ def train_drafter(run, args, target, tokenizer, ids, trainable):
 
 @torch.no_grad()
 def target_outputs(run, target, taps, ids):
-    """What the frozen target makes of ids (B, S): final hidden states (B, S, C), features (B, S, taps * C)."""
+    """What the frozen target makes of ids (B, S): final hidden states (B, S, C), features (B, S, taps *
+    C)."""
     with run.autocast():
         outputs = target(ids.to(run.device), taps=taps)
     return [x.to(torch.bfloat16) if run.bfloat16 else x for x in outputs]
 
 
 def target_outputs_of_all(run, args, target, drafter, ids):
-    """`target_outputs` of all responses, which are read many times, where there is room for them; else None."""
+    """`target_outputs` of all responses, which are read many times, where there is room for them; else
+    None."""
     taps = drafter.config.target_layer_ids
     key = args.responses_from, *taps
     nbytes = ids.numel() * (1 + len(taps)) * target.config.hidden_size * (2 if run.bfloat16 else 4)
@@ -250,8 +253,8 @@ class Trainer:
     """`for step in trainer`: the loop's body computes a loss and calls `update` with it. Learning rates,
     checkpoints and the log are kept here. The loop starts from the checkpoint that is there.
 
-    lr: (Muon's, AdamW's). steps: None: as many as fit into the stage's part of --minutes, which a few real steps
-    at learning rate zero measure first. tokens_a_step: for the log."""
+    lr: (Muon's, AdamW's). steps: None: as many as fit into the stage's part of --minutes, which a few real
+    steps at learning rate zero measure first. tokens_a_step: for the log."""
 
     def __init__(self, run, stage, module, lr, steps, tokens_a_step):
         self.run, self.stage, self.module, self.steps = run, stage, module.train(), steps
@@ -260,7 +263,7 @@ class Trainer:
         self.checkpoint = run.out / f"{stage}.checkpoint.safetensors"
         if run.compile:
             allow_recompiling()
-            for part in module.modules():                                        # one compiled function for all layers
+            for part in module.modules():                               # one compiled function for all layers
                 if isinstance(part, (DecoderLayer, MLP, RMSNorm)):
                     part.compile()
 
@@ -310,7 +313,7 @@ class Trainer:
             optimizer.step()
             optimizer.zero_grad()
         loss = self.run.sum(loss.detach().clone()) / total
-        self.losses.append(torch.where(norm.isfinite(), loss, math.nan))         # such gradients spoil the weights
+        self.losses.append(torch.where(norm.isfinite(), loss, math.nan))    # such gradients spoil the weights
 
     def is_milestone(self, step):
         """Five times a run, and at its end: is it worth an evaluation?"""
@@ -318,8 +321,8 @@ class Trainer:
         return self.factor > 0 and ((step + 1) % every == 0 or step + 1 == self.steps)
 
     def report(self, step, steps):
-        """Log and bar; then a checkpoint, where it is time for one. The loss is looked at first: no checkpoint
-        holds a NaN. step: done in all; steps: done by this process."""
+        """Log and bar; then a checkpoint, where it is time for one. The loss is looked at first: no
+        checkpoint holds a NaN. step: done in all; steps: done by this process."""
         loss = torch.stack(self.losses).mean().item()
         self.losses.clear()
         rate = steps * self.tokens_a_step / (time.monotonic() - self.began)
@@ -352,8 +355,8 @@ def build_optimizers(module, lr):
 
 
 def learning_rate_factor(step, steps, muon):
-    """Linear warm-up over 4%, then with Muon constant and a linear decay over the last 60%, with AdamW alone the
-    paper's cosine."""
+    """Linear warm-up over 4%, then with Muon constant and a linear decay over the last 60%, with AdamW alone
+    the paper's cosine."""
     warm = (step + 1) / max(1.0, 0.04 * steps)
     decay = (steps - step) / (0.6 * steps) if muon else 0.5 * (1 + math.cos(math.pi * step / steps))
     return min(warm, 1.0, decay)
@@ -361,7 +364,8 @@ def learning_rate_factor(step, steps, muon):
 
 # ---- stages and processes ----------------------------------------------------------------------------------
 
-# Parts of --minutes. What is left over is for reading the text, and for a machine that becomes slower meanwhile.
+# Parts of --minutes. What is left over is for reading the text, and for a machine that becomes slower
+# meanwhile.
 SHARES, SLACK = {"target": 0.27, "responses": 0.12, "drafter": 0.38, "benchmark": 0.2}, 0.03
 
 SETTINGS = {    # the arguments that a stage's result depends on, beside those of the stages before it
@@ -391,14 +395,15 @@ class Run:
             self.device = torch.device("cuda", local)
         if cuda:
             torch.cuda.set_device(self.device)
-        if self.world > 1 and not dist.is_initialized():                         # one may work for long, others wait
+        if self.world > 1 and not dist.is_initialized():                  # one may work for long, others wait
             dist.init_process_group("nccl" if cuda else "gloo", timeout=datetime.timedelta(days=1))
         self.out.mkdir(parents=True, exist_ok=True)
         plan = self.out / "plan.json"
         self.plan = read_json(plan) if plan.exists() else {}
-        # Products in bfloat16 where the hardware has them (emulated they are slower), master weights in float32.
+        # Products in bfloat16 where the hardware has them (emulated they are slower), master weights in
+        # float32.
         self.bfloat16 = not args.float32 and (cuda or has_bfloat16())
-        self.compile = args.compile and (cuda or has_compiler())                 # eager steps take twice as long
+        self.compile = args.compile and (cuda or has_compiler())              # eager steps take twice as long
         if args.compile and not self.compile:
             print("no C++ compiler found: training runs uncompiled and takes twice as long", file=sys.stderr)
 
@@ -428,8 +433,8 @@ class Run:
         self.began = time.monotonic() - 60 * (self.minutes or 0) * sum(SHARES[each] for each in before)
 
     def seconds_for(self, stage):
-        """Of what is left of --minutes, a stage's part beside those of the stages behind it and some slack; None
-        where nothing is said of minutes."""
+        """Of what is left of --minutes, a stage's part beside those of the stages behind it and some slack;
+        None where nothing is said of minutes."""
         if not self.minutes:
             return None
         left = 60 * self.minutes - (time.monotonic() - self.began)
@@ -437,8 +442,8 @@ class Run:
         return max(0.0, left * SHARES[stage] / (SLACK + sum(SHARES[each] for each in behind)))
 
     def decide(self, name, value=None):
-        """A number that depends on this machine's speed: decided once a run, by the first process, and written
-        down, so that a resumed run uses the same."""
+        """A number that depends on this machine's speed: decided once a run, by the first process, and
+        written down, so that a resumed run uses the same."""
         if name not in self.plan:
             number = torch.tensor(float(value) if self.main else 0.0, dtype=torch.float64, device=self.device)
             self.plan[name] = int(self.sum(number).item())
@@ -452,24 +457,25 @@ class Run:
         interrupted one. name: of the result, where a stage has several."""
         name = name or stage
         file, stages = self.out / f"{name}.settings.json", [*SETTINGS]
-        names = itertools.chain(*(SETTINGS[each] for each in stages[:stages.index(stage) + 1]))
-        settings = json.loads(json.dumps({name: getattr(args, name) for name in names}))
+        fields = itertools.chain(*(SETTINGS[each] for each in stages[:stages.index(stage) + 1]))
+        settings = json.loads(json.dumps({field: getattr(args, field) for field in fields}))
         self.settings = {"done": False, "settings": settings}
         found = read_json(file) if file.exists() else self.settings | {"done": None}
         if not (isinstance(found.get("settings"), dict) and found.get("done") in (None, False, True)):
             raise UserError(f"{file}: damaged; delete it to start this stage again")
-        for setting, value in settings.items():
-            old = found["settings"].get(setting)
+        for field, value in settings.items():
+            old = found["settings"].get(field)
             if old != value:
-                raise UserError(f"{self.out} holds a {name} made with {setting} = {old}, not {value}; "
+                raise UserError(f"{self.out} holds a {name} made with {field} = {old}, not {value}; "
                                 "use the same settings, another --out, or delete the folder")
         if found["done"] is False and not self.resume:
             raise UserError(f"{self.out} holds an interrupted run (stage {name}); go on with --resume, "
                             "use another --out, or delete the folder")
-        if found["done"] and self.main:
-            print(f"{name}: already in {self.out}, skipped")
-        self.start_clock(stages[stages.index(stage) + bool(found["done"])] if stage != "benchmark" else stage)
-        self.wait()                                                              # all have looked before one writes
+        if found["done"]:
+            self.start_clock([*stages, None][stages.index(stage) + 1])
+            if self.main:
+                print(f"{name}: already in {self.out}, skipped")
+        self.wait()                                                        # all have looked before one writes
         return bool(found["done"])
 
     def begin(self, name):
@@ -504,7 +510,8 @@ def has_bfloat16():
 
 
 def generator(seed, *index):
-    """A stream of random numbers for this seed and place (stage, step, ...): no state to save, none to restore."""
+    """A stream of random numbers for this seed and place (stage, step, ...): no state to save, none to
+    restore."""
     state = np.random.SeedSequence((seed, *index)).generate_state(1, np.uint64)
     return torch.Generator().manual_seed(int(state[0] >> 1))
 
@@ -550,8 +557,8 @@ DOCUMENT = 3000    # characters: paragraphs of a file that follow each other mak
 
 
 def default_corpus(preset):
-    """(folders, suffixes) of text that is on every machine: the type stubs of torch and numpy, about 4 MB; for a
-    GPU the sources of both and of the standard library as well, about 90 MB."""
+    """(folders, suffixes) of text that is on every machine: the type stubs of torch and numpy, about 4 MB;
+    for a GPU the sources of both and of the standard library as well, about 90 MB."""
     folders = [Path(importlib.util.find_spec(name).origin).parent for name in ("torch", "numpy")]
     if preset == "cpu":
         return folders, (".pyi",)
@@ -593,8 +600,8 @@ def texts_of(file):
 
 
 def read_corpus(paths, suffixes=None, entries=None):
-    """Documents {"domain", "text"} in a fixed order. Texts are cut at blank lines, and of paragraphs that differ
-    in white space alone the first stays: repetitions would stand on both sides of the split."""
+    """Documents {"domain", "text"} in a fixed order. Texts are cut at blank lines, and of paragraphs that
+    differ in white space alone the first stays: repetitions would stand on both sides of the split."""
     documents, seen = [], {""}
     for domain, text in find_texts(paths, suffixes, entries):
         document = ""
@@ -662,9 +669,9 @@ def write_lines(path, entries):
 
 
 def train_bpe(texts, vocab_size, pattern):
-    """Learns byte-level merges: [(left bytes, right bytes), ...] in order, at most vocab_size - 256. pattern: a
-    regex whose matches are the words that no merge crosses. Each step merges the most frequent pair, of equals
-    the one whose parts were made first. UserError if vocab_size < 256."""
+    """Learns byte-level merges: [(left bytes, right bytes), ...] in order, at most vocab_size - 256. pattern:
+    a regex whose matches are the words that no merge crosses. Each step merges the most frequent pair, of
+    equals the one whose parts were made first. UserError if vocab_size < 256."""
     check(vocab_size >= 256, "vocab_size", vocab_size + 2, "256 bytes and 2 special tokens need a place")
     words = Counter(match[0] for text in texts for match in regex.finditer(pattern, text))
     words, weight = [list(word.encode("utf-8", "replace")) for word in words], [*words.values()]
@@ -707,12 +714,12 @@ def pretrained_target(run, args):
     -> Transformer, Tokenizer, training prompts (rows of ids)"""
     check(args.data, "--data", args.data, "--target needs it: text files, folders, .jsonl files of prompts")
     cuda = run.device.type == "cuda"
-    dtype = torch.bfloat16 if cuda and run.bfloat16 else torch.float32           # without autocast no mix will do
+    dtype = torch.bfloat16 if cuda and run.bfloat16 else torch.float32       # without autocast no mix will do
     target = Transformer.from_pretrained(args.target, device=run.device, dtype=dtype)
     tokenizer, entries = Tokenizer.from_pretrained(args.target), []
     tokenizer.chat_options = args.chat_options
     documents = read_corpus(args.data, args.suffixes, entries)
-    entries = {json.dumps(entry, sort_keys=True): entry for entry in entries + documents}    # repetitions once
+    entries = {json.dumps(entry, sort_keys=True): entry for entry in entries + documents}   # repetitions once
     training, heldout = hold_out(entries.values(), args.seed)
     how = {"rendered": args.rendered, "skip_bad": args.skip_bad}
     prompts = encode_entries(training, tokenizer, args.prompt_tokens, **how)
@@ -757,8 +764,9 @@ CLAIMS = (      # flag, what is measured at temperature 0, the variants from wor
 
 
 def measure_claims(run, args, target, tokenizer, responses, corpus):
-    """Trains and benchmarks every variant with three seeds, each in a folder of OUT/claims that is skipped when it
-    is there. Prints what the claims came to, and writes it into OUT/report.json. It goes on where it stopped."""
+    """Trains and benchmarks every variant with three seeds, each in a folder of OUT/claims that is skipped
+    when it is there. Prints what the claims came to, and writes it into OUT/report.json. It goes on where it
+    stopped."""
     prompts = read_prompts(run.out / "heldout.jsonl", tokenizer, args.prompt_tokens, args.prompts)
     found = {}
     for seed, (name, flags) in itertools.product(range(3), VARIANTS.items()):
@@ -767,7 +775,7 @@ def measure_claims(run, args, target, tokenizer, responses, corpus):
         here.out, here.resume, first = folder, True, run.out / "claims" / f"{name} 0" / "plan.json"
         folder.mkdir(parents=True, exist_ok=True)
         plan = folder / "plan.json" if (folder / "plan.json").exists() else first
-        here.plan = read_json(plan) if plan.exists() else {}                     # as many steps with every seed
+        here.plan = read_json(plan) if plan.exists() else {}                   # as many steps with every seed
         here.start_clock("drafter")
         if run.main:
             print(f"claims: {name}, seed {seed}", flush=True)
@@ -785,7 +793,8 @@ def measure_claims(run, args, target, tokenizer, responses, corpus):
 
 
 def measure(run, args, target, tokenizer, drafter, prompts):
-    """{"one step": tau, speedups and the cost of drafting}; of a drafter that has learned more, "two steps" too."""
+    """{"one step": tau, speedups and the cost of drafting}; of a drafter that has learned more, "two steps"
+    too."""
     methods = {"one step": {"drafter": drafter}, "auto": {"drafter": drafter, "block_size": "auto"}}
     if args.reveal:
         methods["two steps"] = {"drafter": drafter, "denoise_steps": 2}
@@ -914,7 +923,8 @@ def learning_rate(text):
 
 
 def parse(argv=None):
-    """The command line, with the preset's values where it says nothing. UserError where it asks for too much."""
+    """The command line, with the preset's values where it says nothing. UserError where it asks for too
+    much."""
     args = parser().parse_args(argv)
     args.device, args.chat_options = find_device(args.device), parse_options(args.chat_options)
     args.cuts = {"top_k": args.top_k or None, "top_p": args.top_p}
@@ -961,7 +971,7 @@ def main(argv=None):
         args.mask_token = str(pick_mask_token(tokenizer, target.config.vocab_size, args.mask_token, prompts))
     else:
         tokenizer, ids, heldout = make_text(run, args)
-        pick_mask_token(tokenizer, tokenizer.vocab_size, args.mask_token)        # refused now, not after hours
+        pick_mask_token(tokenizer, tokenizer.vocab_size, args.mask_token)       # refused now, not after hours
         target = train_target(run, args, tokenizer, ids, heldout)
         g = generator(args.seed, 2)
         begin = torch.randint(len(ids) - args.prompt_tokens, (args.responses,), generator=g)
@@ -982,7 +992,7 @@ def main(argv=None):
 
 
 def bench(run, args, target, drafter, tokenizer):
-    if run.device.type == "cuda" and run.bfloat16:               # as users would; decode.py has --dtype float32
+    if run.device.type == "cuda" and run.bfloat16:             # as users would; decode.py has --dtype float32
         target, drafter = target.to(torch.bfloat16), drafter.to(torch.bfloat16)
     seconds = run.seconds_for("benchmark")
     tokens = 192 if seconds is None or seconds > 60 else 64
