@@ -33,7 +33,7 @@ from drafter import Drafts, drafter_folders, last_positions, load_drafters, prop
 from kernels import Stopwatch, as_one, has_compiler
 from model import (DTYPES, KVCache, Sampling, Tokenizer, Transformer, UserError, bars, check_prompts,
                    choose_sampling, device_name, encode_prompt, exponential_noise, find_device, parse_options,
-                   read_prompts, run_command, stop_tokens, stream_keys, table, write_json)
+                   read_json, read_prompts, run_command, stop_tokens, stream_keys, table, write_json)
 
 # Tokens of a prompt that are read at once: the mask, PREFILL x context, should not outgrow a CPU's cache
 PREFILL = 512
@@ -410,7 +410,7 @@ def generate(target, drafter, prompts, max_new_tokens, *, block_size=None, tree_
             if finished:
                 break
             for i in range(look_every or decoder.look_every):
-                decoder.cycle(looking=i == 0 or decoder.auto and decoder.auto.size is None)
+                decoder.cycle(looking=i == 0)
     finally:
         idle[key] = decoder
         while sum(each.nbytes for each in idle.values()) > KEPT_BYTES:
@@ -553,7 +553,9 @@ def run_benchmark(out, target, drafters, tokenizer, prompts_file, *, prompts, pr
             report["sweep"] = {name: sweep(target, d, texts, bar, **how) for name, d in drafters.items()}
         for name, found in report["sweep"].items():
             print(*(f"\n{name}: {key}\n{table(rows)}" for key, rows in found.items()), sep="\n")
-    write_json(Path(out) / "report.json", report)
+    file = Path(out) / "report.json"
+    claims = read_json(file).get("claims") if file.exists() else None            # measured before, they stay
+    write_json(file, report | ({"claims": claims} if claims else {}))
 
 
 # ---- command line ------------------------------------------------------------------------------------------

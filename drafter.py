@@ -404,10 +404,10 @@ def training_blocks(batch, block_size, mask_token_id, gamma):
     slot = torch.arange(block_size, device=batch.ids.device)
     positions = batch.anchors[:, :, None] + slot
     inside = positions.flatten(1).clamp(max=batch.ids.shape[1] - 1)
-    given = batch.revealed | (slot == 0)                                         # slot 0 is the anchor
+    counts = batch.trainable.gather(1, inside).view_as(positions) & (positions < batch.ids.shape[1])
+    given = batch.revealed & counts | (slot == 0)                                # slot 0 is the anchor
     tokens = batch.ids.gather(1, inside).view_as(positions)
     ids = torch.where(given, tokens, mask_token_id)
-    counts = batch.trainable.gather(1, inside).view_as(positions) & (positions < batch.ids.shape[1])
     weight = torch.exp(-(slot - 1) / gamma) * (counts & batch.valid[:, :, None] & ~given)
     return ids, positions, weight
 

@@ -39,8 +39,8 @@ from tqdm import tqdm
 from decode import autoregressive, benchmark, cycle_ms, idle, run_benchmark
 from drafter import DRAFTERS, TrainingBatch, default_taps, pick_mask_token, sample_anchors
 from kernels import allow_recompiling, has_compiler
-from model import (CODE_PATTERN, MLP, DecoderLayer, ModelConfig, RMSNorm, Tokenizer, Transformer, UserError,
-                   atomic_write, check, choose_sampling, encode_entries, find_device, parse_options,
+from model import (CODE_PATTERN, MLP, DecoderLayer, ModelConfig, RMSNorm, Sampling, Tokenizer, Transformer,
+                   UserError, atomic_write, check, choose_sampling, encode_entries, find_device, parse_options,
                    read_entries, read_json, read_prompts, read_text, reading, run_command, stop_tokens,
                    write_json)
 
@@ -177,7 +177,7 @@ def read_responses(folder):
 
 def corpus_rows(args, ids):
     """The switch --responses-from corpus: as `make_responses`, of the text as people wrote it."""
-    length = args.prompt_tokens + args.response_tokens
+    length = min(args.prompt_tokens + args.response_tokens, len(ids))
     begin = torch.randint(max(1, len(ids) - length), (args.responses,), generator=generator(args.seed, 2))
     rows = torch.stack([ids[i:i + length] for i in begin])
     return rows, (torch.arange(length) >= args.prompt_tokens).expand(rows.shape)
@@ -372,8 +372,8 @@ SETTINGS = {    # the arguments that a stage's result depends on, beside those o
     "tokenizer": ["seed", "corpus", "vocab_size"],
     "target": ["layers", "hidden_size", "intermediate_size", "heads", "kv_heads", "sequence_length", "batch",
                "minutes", "target_steps", "target_lr"],
-    "responses": ["target", "weights", "prompts_from", "responses", "response_tokens", "prompt_tokens",
-                  "temperatures", "cuts", "responses_from"],
+    "responses": ["target", "weights", "prompts_from", "responses", "response_batch", "response_tokens",
+                  "prompt_tokens", "temperatures", "cuts", "responses_from"],
     "drafter": ["draft_layers", "block_size", "anchors", "draft_batch", "gamma", "drafter_steps", "epochs",
                 "labels", "drafter_lr", "mask_token", "taps", "injection", "anchor_choice", "reveal"],
     "benchmark": ["prompts"]}
@@ -748,6 +748,8 @@ VARIANTS = {    # arguments beside the run's own
     "fixed anchors": {"anchor_choice": "fixed"}, "raw corpus": {"responses_from": "corpus"},
     "revealed": {"reveal": 0.3}, "eagle3": {"drafter": "eagle3", "block_size": 8},
     "ar": {"drafter": "ar", "draft_layers": 1, "block_size": 8}}
+BASE = {"drafter": "dflash", "reveal": 0.0, "responses_from": "target", "injection": "kv", "gamma": None,
+        "anchor_choice": "random", "taps": 5}    # what variants are compared with, whatever the flags say
 CLAIMS = (      # flag, what is measured at temperature 0, the variants from worst to best as the claim has it
     ("acceptance length grows with depth", "--draft-layers", "tau", ("1 layer", "3 layers", "5 layers")),
     ("KV injection beats input injection", "--injection", "tau", ("input injection", "dflash")),
@@ -771,7 +773,7 @@ def measure_claims(run, args, target, tokenizer, responses, corpus):
     found = {}
     for seed, (name, flags) in itertools.product(range(3), VARIANTS.items()):
         mine, here, folder = copy.copy(args), copy.copy(run), run.out / "claims" / f"{name} {seed}"
-        vars(mine).update(flags, seed=seed)
+        vars(mine).update(BASE | flags, seed=seed)
         here.out, here.resume, first = folder, True, run.out / "claims" / f"{name} 0" / "plan.json"
         folder.mkdir(parents=True, exist_ok=True)
         plan = folder / "plan.json" if (folder / "plan.json").exists() else first
@@ -928,6 +930,7 @@ def parse(argv=None):
     args = parser().parse_args(argv)
     args.device, args.chat_options = find_device(args.device), parse_options(args.chat_options)
     args.cuts = {"top_k": args.top_k or None, "top_p": args.top_p}
+    Sampling(1.0, **args.cuts)                                                   # refuses what is out of range
     args.preset = args.preset or ("gpu" if args.device.type == "cuda" else "cpu")
     args.target = args.target and str(Path(args.target).resolve())
     preset = PRESETS["pretrained" if args.target else args.preset]
