@@ -40,8 +40,8 @@ from decode import autoregressive, benchmark, cycle_ms, idle, run_benchmark
 from drafter import DRAFTERS, TrainingBatch, default_taps, pick_mask_token, sample_anchors
 from kernels import allow_recompiling, has_compiler
 from model import (CODE_PATTERN, MLP, DecoderLayer, ModelConfig, RMSNorm, Sampling, Tokenizer, Transformer,
-                   UserError, atomic_write, check, choose_sampling, encode_entries, find_device, parse_options,
-                   read_entries, read_json, read_prompts, read_text, reading, run_command, stop_tokens,
+                   UserError, atomic_write, check, choose_sampling, encode_entries, find_device,
+                   parse_options, read_entries, read_json, read_prompts, read_text, reading, run_command, stop_tokens,
                    write_json)
 
 FEATURE_CACHE = 2**32    # bytes of what the target makes of the responses; more is computed anew at each step
