@@ -33,7 +33,7 @@ from drafter import Drafts, drafter_folders, last_positions, load_drafters, prop
 from kernels import Stopwatch, as_one, has_compiler
 from model import (DTYPES, KVCache, Sampling, Tokenizer, Transformer, UserError, bars, check_prompts,
                    choose_sampling, device_name, encode_prompt, exponential_noise, find_device, parse_options,
-                   read_json, read_prompts, run_command, stop_tokens, stream_keys, table, write_json)
+                   read_optional, read_prompts, run_command, stop_tokens, stream_keys, table, write_json)
 
 # Tokens of a prompt that are read at once: the mask, PREFILL x context, should not outgrow a CPU's cache
 PREFILL = 512
@@ -554,7 +554,7 @@ def run_benchmark(out, target, drafters, tokenizer, prompts_file, *, prompts, pr
         for name, found in report["sweep"].items():
             print(*(f"\n{name}: {key}\n{table(rows)}" for key, rows in found.items()), sep="\n")
     file = Path(out) / "report.json"
-    claims = read_json(file).get("claims") if file.exists() else None            # measured before, they stay
+    claims = read_optional(file).get("claims")                                   # measured before, they stay
     write_json(file, report | ({"claims": claims} if claims else {}))
 
 

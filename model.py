@@ -531,9 +531,12 @@ def atomic_write(path, write):
     os.replace(temporary, path)
 
 
-def write_json(path, value):
-    text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
+def write_text(path, text):
     atomic_write(path, lambda name: Path(name).write_text(text, encoding="utf-8"))
+
+
+def write_json(path, value):
+    write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
 def stored_dtype(path):

@@ -12,6 +12,7 @@ same weights, bit for bit on the CPU: everything random is a function of the see
 import argparse
 import copy
 import datetime
+import functools
 import hashlib
 import heapq
 import importlib.util
@@ -41,8 +42,8 @@ from drafter import DRAFTERS, TrainingBatch, default_taps, pick_mask_token, samp
 from kernels import allow_recompiling, has_compiler
 from model import (CODE_PATTERN, MLP, DecoderLayer, ModelConfig, RMSNorm, Sampling, Tokenizer, Transformer,
                    UserError, atomic_write, check, choose_sampling, encode_entries, find_device,
-                   parse_options, read_entries, read_json, read_prompts, read_text, reading, run_command, stop_tokens,
-                   write_json)
+                   parse_options, read_entries, read_json, read_optional, read_prompts, read_text, reading,
+                   run_command, stop_tokens, write_json, write_text)
 
 FEATURE_CACHE = 2**32    # bytes of what the target makes of the responses; more is computed anew at each step
 
@@ -83,11 +84,17 @@ def window_batch(ids, length, batch, seed, step):
     windows = max(1, (len(ids) - 1) // length - 1)
     rows = []
     for epoch, place in epoch_places(step, batch, windows):
-        g = generator(seed, 1, epoch)
-        offset = int(torch.randint(max(1, len(ids) - windows * length), (), generator=g))
-        begin = offset + int(torch.randperm(windows, generator=g)[place]) * length
+        offset, order = epoch_windows(seed, epoch, max(1, len(ids) - windows * length), windows)
+        begin = offset + int(order[place]) * length
         rows.append(ids[begin:begin + length + 1])
     return torch.stack(rows)
+
+
+@functools.lru_cache(maxsize=2)
+def epoch_windows(seed, epoch, offsets, windows):
+    """-> where an epoch's first window begins, below `offsets`, and the order of its windows"""
+    g = generator(seed, 1, epoch)
+    return int(torch.randint(offsets, (), generator=g)), torch.randperm(windows, generator=g)
 
 
 def epoch_places(step, batch, rows):
@@ -130,13 +137,14 @@ def make_responses(run, args, target, tokenizer, prompts):
             target = copy.deepcopy(target).to(torch.bfloat16)                    # half the bytes to stream
         prompts = prompts[:args.responses]
         parts = [prompts[i:i + batch_size] for i in range(0, len(prompts), batch_size)]
-        if run.minutes:
+        if run.minutes and "responses" not in run.plan:
             autoregressive(target, parts[0], 4)                                  # warm-up
             began = time.monotonic()
-            if run.main and "responses" not in run.plan:
+            if run.main:
                 decode_part(args, target, parts[0], 0, folder, stop_ids)
             seconds = time.monotonic() - began
-            parts = parts[:run.decide("responses", 1 + run.world * run.seconds_for("responses") / seconds)]
+            run.decide("responses", 1 + run.world * run.seconds_for("responses") / seconds)
+        parts = parts[:run.plan.get("responses")]
         with run.bar(len(parts) * batch_size * args.response_tokens, "responses", "token") as bar:
             for n, part in enumerate(parts):
                 if n % run.world == run.rank:
@@ -202,11 +210,12 @@ def train_drafter(run, args, target, tokenizer, ids, trainable):
             injection=args.injection, chat_options=tokenizer.chat_options)
         drafter.init_weights(target, generator(args.seed, 3))
         drafter.to(run.device)
-        taps, cached = drafter.config.target_layer_ids, target_outputs_of_all(run, args, target, drafter, ids)
+        taps = drafter.config.target_layer_ids                                   # the baselines have their own
+        cached = target_outputs_of_all(run, args, target, taps, ids)
         steps = args.drafter_steps or args.epochs and math.ceil(args.epochs * R / args.draft_batch)
         trainer = Trainer(run, kind.folder, drafter, args.drafter_lr, steps, args.draft_batch * ids.shape[1])
         for step in trainer:
-            rows = torch.stack([torch.randperm(R, generator=generator(args.seed, 4, epoch))[place]
+            rows = torch.stack([epoch_order(args.seed, epoch, R)[place]
                                 for epoch, place in epoch_places(step, args.draft_batch, R)])
             anchors, valid, revealed = sample_anchors(
                 trainable[rows], args.anchors, args.block_size, generator(args.seed, 5, step),
@@ -225,19 +234,21 @@ def train_drafter(run, args, target, tokenizer, ids, trainable):
     return kind.from_pretrained(folder, target)
 
 
+@functools.lru_cache(maxsize=2)
+def epoch_order(seed, epoch, rows):
+    return torch.randperm(rows, generator=generator(seed, 4, epoch))
+
+
 @torch.no_grad()
 def target_outputs(run, target, taps, ids):
-    """What the frozen target makes of ids (B, S): final hidden states (B, S, C), features (B, S, taps *
-    C)."""
+    """What the frozen target makes of ids (B, S): hidden states (B, S, C) and features (B, S, taps * C)."""
     with run.autocast():
         outputs = target(ids.to(run.device), taps=taps)
     return [x.to(torch.bfloat16) if run.bfloat16 else x for x in outputs]
 
 
-def target_outputs_of_all(run, args, target, drafter, ids):
-    """`target_outputs` of all responses, which are read many times, where there is room for them; else
-    None."""
-    taps = drafter.config.target_layer_ids
+def target_outputs_of_all(run, args, target, taps, ids):
+    """`target_outputs` of all responses, which are read many times; None where there is no room for them."""
     key = args.responses_from, *taps
     nbytes = ids.numel() * (1 + len(taps)) * target.config.hidden_size * (2 if run.bfloat16 else 4)
     if key not in run.feature_cache and nbytes <= FEATURE_CACHE:
@@ -258,6 +269,7 @@ class Trainer:
 
     def __init__(self, run, stage, module, lr, steps, tokens_a_step):
         self.run, self.stage, self.module, self.steps = run, stage, module.train(), steps
+        self.kind = stage if stage == "target" else "drafter"                    # a drafter of any sort
         self.tokens_a_step, self.log_too, self.losses = tokens_a_step, {}, []
         self.optimizers = build_optimizers(module, lr)
         self.checkpoint = run.out / f"{stage}.checkpoint.safetensors"
@@ -295,8 +307,7 @@ class Trainer:
         for optimizer, _ in self.optimizers:
             optimizer.state.clear()
         each = statistics.median(b - a for a, b in zip(marks[2:], marks[3:]))
-        seconds = self.run.seconds_for("target" if self.stage == "target" else "drafter")
-        self.run.decide(self.stage, max(20, seconds / each))
+        self.run.decide(self.stage, max(20, self.run.seconds_for(self.kind) / each))
 
     def update(self, loss, weight):
         """One step of the optimizers along the gradient of sum(loss) / sum(weight) over all processes."""
@@ -327,9 +338,8 @@ class Trainer:
         self.losses.clear()
         rate = steps * self.tokens_a_step / (time.monotonic() - self.began)
         if not math.isfinite(loss):
-            flag = "target" if self.stage == "target" else "drafter"
             raise UserError(f"the {self.stage}'s loss is {loss} at step {step}; no checkpoint holds it: "
-                            f"lower --{flag}-lr and use another --out")
+                            f"lower --{self.kind}-lr and use another --out")
         self.bar.set_postfix_str(f"loss {loss:.3f}, {rate:,.0f} tokens/s")
         self.run.log(stage=self.stage, step=step, loss=loss, tokens_per_second=rate, **self.log_too)
         self.log_too.clear()
@@ -398,8 +408,7 @@ class Run:
         if self.world > 1 and not dist.is_initialized():                  # one may work for long, others wait
             dist.init_process_group("nccl" if cuda else "gloo", timeout=datetime.timedelta(days=1))
         self.out.mkdir(parents=True, exist_ok=True)
-        plan = self.out / "plan.json"
-        self.plan = read_json(plan) if plan.exists() else {}
+        self.plan = read_optional(self.out / "plan.json")
         # Products in bfloat16 where the hardware has them (emulated they are slower), master weights in
         # float32.
         self.bfloat16 = not args.float32 and (cuda or has_bfloat16())
@@ -460,23 +469,26 @@ class Run:
         fields = itertools.chain(*(SETTINGS[each] for each in stages[:stages.index(stage) + 1]))
         settings = json.loads(json.dumps({field: getattr(args, field) for field in fields}))
         self.settings = {"done": False, "settings": settings}
-        found = read_json(file) if file.exists() else self.settings | {"done": None}
-        if not (isinstance(found.get("settings"), dict) and found.get("done") in (None, False, True)):
+        found = read_json(file) if file.exists() else None
+        self.wait()                                                        # all have looked before one writes
+        if found is None:
+            return False
+        made_with = found.get("settings")
+        if not (isinstance(made_with, dict) and isinstance(found.get("done"), bool)):
             raise UserError(f"{file}: damaged; delete it to start this stage again")
-        for field, value in settings.items():
-            old = found["settings"].get(field)
+        for field in sorted(settings.keys() | made_with.keys()):
+            old, value = made_with.get(field), settings.get(field)
             if old != value:
                 raise UserError(f"{self.out} holds a {name} made with {field} = {old}, not {value}; "
                                 "use the same settings, another --out, or delete the folder")
-        if found["done"] is False and not self.resume:
+        if not found["done"] and not self.resume:
             raise UserError(f"{self.out} holds an interrupted run (stage {name}); go on with --resume, "
                             "use another --out, or delete the folder")
         if found["done"]:
             self.start_clock([*stages, None][stages.index(stage) + 1])
             if self.main:
                 print(f"{name}: already in {self.out}, skipped")
-        self.wait()                                                        # all have looked before one writes
-        return bool(found["done"])
+        return found["done"]
 
     def begin(self, name):
         if self.main:
@@ -543,10 +555,6 @@ def load_checkpoint(file, module, optimizers):
         return int(tensors.metadata()["step"])
 
 
-def write_text(path, text):
-    atomic_write(path, lambda name: Path(name).write_text(text, encoding="utf-8"))
-
-
 def fingerprint(texts):
     return hashlib.sha256("\0".join(texts).encode("utf-8", "replace")).hexdigest()[:16]
 
@@ -604,17 +612,18 @@ def read_corpus(paths, suffixes=None, entries=None):
     differ in white space alone the first stays: repetitions would stand on both sides of the split."""
     documents, seen = [], {""}
     for domain, text in find_texts(paths, suffixes, entries):
-        document = ""
+        gathered = ""
         for paragraph in re.split(r"\n(?=[ \t]*\n)", text.replace("\r\n", "\n")):
             for piece in (paragraph[i:i + DOCUMENT] for i in range(0, len(paragraph), DOCUMENT)):
                 key = "".join(piece.split())
-                if key not in seen and document and len(document) + len(piece) > DOCUMENT:
-                    documents.append({"domain": domain, "text": document.strip("\n") + "\n"})
-                    document = ""
-                document += "" if key in seen else piece + "\n"
+                if key in seen:
+                    continue
                 seen.add(key)
-        if document:
-            documents.append({"domain": domain, "text": document.strip("\n") + "\n"})
+                if not gathered or len(gathered) + len(piece) > DOCUMENT:
+                    gathered = ""
+                    documents.append({"domain": domain})
+                gathered += piece + "\n"
+                documents[-1]["text"] = gathered.strip("\n") + "\n"
     return documents
 
 
@@ -774,10 +783,10 @@ def measure_claims(run, args, target, tokenizer, responses, corpus):
     for seed, (name, flags) in itertools.product(range(3), VARIANTS.items()):
         mine, here, folder = copy.copy(args), copy.copy(run), run.out / "claims" / f"{name} {seed}"
         vars(mine).update(BASE | flags, seed=seed)
-        here.out, here.resume, first = folder, True, run.out / "claims" / f"{name} 0" / "plan.json"
+        here.out, here.resume, first = folder, True, run.out / "claims" / f"{name} 0"
         folder.mkdir(parents=True, exist_ok=True)
-        plan = folder / "plan.json" if (folder / "plan.json").exists() else first
-        here.plan = read_json(plan) if plan.exists() else {}                   # as many steps with every seed
+        # As many steps with every seed.
+        here.plan = read_optional(folder / "plan.json") or read_optional(first / "plan.json")
         here.start_clock("drafter")
         if run.main:
             print(f"claims: {name}, seed {seed}", flush=True)
@@ -790,7 +799,7 @@ def measure_claims(run, args, target, tokenizer, responses, corpus):
             found.setdefault(name if key == "one step" else key, []).append(result)
     if run.main:
         report = run.out / "report.json"
-        write_json(report, {**(read_json(report) if report.exists() else {}), "claims": found})
+        write_json(report, {**read_optional(report), "claims": found})
         print(show_claims(found))
 
 
