@@ -236,7 +236,7 @@ class DFlashDrafter(Drafter):
         filled = torch.zeros_like(ids[:, 1:], dtype=torch.bool)
         for step in range(1, steps):                        # the surest slots stay, the rest is drafted again
             tokens = sample(logits, 0)
-            sure = logits.softmax(-1).gather(2, tokens[..., None])[..., 0].masked_fill(filled, 2.0)
+            sure = logits.float().softmax(-1).gather(2, tokens[..., None])[..., 0].masked_fill(filled, 2.0)
             filled = sure.argsort(1, descending=True).argsort(1) < step * sure.shape[1] // steps
             ids[:, 1:] = torch.where(filled, tokens, self.config.mask_token_id)
             hidden = self.inject(features, context, target.model.embed_tokens(ids), positions, cache)
@@ -512,9 +512,11 @@ class Eagle3Drafter(Drafter):
             has_label = counts & batch.trainable.gather(1, label_at) & (start + j + 2 < S)
             losses = token_losses(target.logits, target, self.norm(hidden).flatten(0, 1),
                                   batch.labels(label_at).flatten(0, 1), chunk)
-            share = 0.8**j * S / start.shape[1]                            # fewer chains weigh as much as all
+            labelled = has_label.sum()
+            all_labelled = labelled if j == 0 else all_labelled
+            share = 0.8**j * all_labelled / labelled.clamp(min=1)          # fewer chains weigh as much as all
             total += share * (losses * has_label.flatten()).sum()
-            weight += share * has_label.sum()
+            weight += share * labelled
             if j == 0:
                 start, counts = (batch.anchors - 1).clamp(min=0), batch.valid
                 hidden, mask_mod = rows_at(hidden, start), chains(start, S)

@@ -1159,16 +1159,17 @@ def test_the_baselines_losses_equal_their_definitions():
         target_hidden, features = target(ids, taps=eagle.config.target_layer_ids)
         p = target.logits(target_hidden).softmax(-1)
         unrolled = [target.logits(hidden).log_softmax(-1) for hidden in eagle_unrolled(target, eagle, ids, features, anchors)]
-        steps = {"eagle3": [(0.8**j * (16 / 3 if j else 1), 2 + j, chains if j else everywhere, log_probs) for j, log_probs in enumerate(unrolled)],
+        steps = {"eagle3": [(0.8**j, 2 + j, chains if j else everywhere, log_probs) for j, log_probs in enumerate(unrolled)],
                  "ar": [(1.0, 1, everywhere, ar.transformer.logits(ar.transformer(ids)[0]).log_softmax(-1))]}
     for drafter in (eagle, ar):
         hard = soft = weights = 0.0
         for w, ahead, starts, log_probs in steps[drafter.method]:                                 # position t predicts the token at t + ahead
-            for b, (n, t) in ((b, chain) for b in range(2) for chain in enumerate(starts[b])):
-                if t + ahead < 16 and trainable[b, t + ahead]:
-                    weights += w
-                    hard -= w * log_probs[b, n, ids[b, t + ahead]].item()
-                    soft -= w * (p[b, t + ahead - 1] * log_probs[b, n]).sum().item()
+            labelled = [(b, n, t + ahead) for b in range(2) for n, t in enumerate(starts[b]) if t + ahead < 16 and trainable[b, t + ahead]]
+            all_labelled = all_labelled if ahead > 2 else len(labelled)
+            weights += w * all_labelled                                                           # fewer chains weigh as much as all
+            for b, n, at in labelled:
+                hard -= w * all_labelled / len(labelled) * log_probs[b, n, ids[b, at]].item()
+                soft -= w * all_labelled / len(labelled) * (p[b, at - 1] * log_probs[b, n]).sum().item()
         for expected, hidden in ((hard, None), (soft, target_hidden)):
             gradients = []
             for chunk in (2**26, 61 * 5):

@@ -751,16 +751,16 @@ def pretrained_target(run, args):
 
 VARIANTS = {    # arguments beside the run's own
     "dflash": {},
-    "1 layer": {"draft_layers": 1}, "3 layers": {"draft_layers": 3}, "5 layers": {"draft_layers": 5},
+    "1 layer": {"draft_layers": 1}, "5 layers": {"draft_layers": 5},
     "block 4": {"block_size": 4}, "block 8": {"block_size": 8}, "block 16": {"block_size": 16},
     "input injection": {"injection": "input"}, "1 tap": {"taps": 1}, "no decay": {"gamma": math.inf},
     "fixed anchors": {"anchor_choice": "fixed"}, "raw corpus": {"responses_from": "corpus"},
     "revealed": {"reveal": 0.3}, "eagle3": {"drafter": "eagle3", "block_size": 8},
     "ar": {"drafter": "ar", "draft_layers": 1, "block_size": 8}}
 BASE = {"drafter": "dflash", "reveal": 0.0, "responses_from": "target", "injection": "kv", "gamma": None,
-        "anchor_choice": "random", "taps": 5}    # what variants are compared with, whatever the flags say
+        "anchor_choice": "random", "taps": 5, "draft_layers": 3}    # what variants are compared with, whatever the flags say
 CLAIMS = (      # flag, what is measured at temperature 0, the variants from worst to best as the claim has it
-    ("acceptance length grows with depth", "--draft-layers", "tau", ("1 layer", "3 layers", "5 layers")),
+    ("acceptance length grows with depth", "--draft-layers", "tau", ("1 layer", "dflash", "5 layers")),
     ("KV injection beats input injection", "--injection", "tau", ("input injection", "dflash")),
     ("5 taps beat 1", "--taps", "tau", ("1 tap", "dflash")),
     ("random anchors beat fixed blocks", "--anchor-choice", "tau", ("fixed anchors", "dflash")),
@@ -779,7 +779,7 @@ def measure_claims(run, args, target, tokenizer, responses, corpus):
     when it is there. Prints what the claims came to, and writes it into OUT/report.json. It goes on where it
     stopped."""
     prompts = read_prompts(run.out / "heldout.jsonl", tokenizer, args.prompt_tokens, args.prompts)
-    found = {}
+    corpus, found = [x[:len(responses[0])] for x in corpus], {}                  # as many rows of each
     for seed, (name, flags) in itertools.product(range(3), VARIANTS.items()):
         mine, here, folder = copy.copy(args), copy.copy(run), run.out / "claims" / f"{name} {seed}"
         vars(mine).update(BASE | flags, seed=seed)
@@ -828,8 +828,9 @@ def show_claims(found):
         means = [statistics.mean(row) for row in rows]
         best = max(range(len(rows)), key=means.__getitem__)
         in_order = all(a < b for worse, better in zip(rows, rows[1:]) for a, b in zip(worse, better))
-        verdict = ("holds, in every seed" if in_order else "holds on average" if best == len(rows) - 1 else
-                   f"holds up to {names[best]}" if best else "does not hold")
+        rising = best > 0 and means[:best + 1] == sorted(means[:best + 1])
+        verdict = ("holds, in every seed" if in_order else "does not hold" if not rising else
+                   "holds on average" if best == len(rows) - 1 else f"holds up to {names[best]}")
         results = "; ".join(f"{name} {mean:.2f} ({min(row):.2f} to {max(row):.2f})"
                             for name, mean, row in zip(names, means, rows))
         lines.append(f"| {claim} | `{flag}` | {key} | {results} | {verdict} |")
