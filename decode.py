@@ -29,7 +29,8 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from drafter import Drafts, drafter_folders, last_positions, load_drafters, propose, rows_at
+from drafter import (Drafts, drafter_folders, last_positions, load_drafters, propose, remembered_options,
+                     rows_at)
 from kernels import Stopwatch, as_one, has_compiler
 from model import (DTYPES, KVCache, Sampling, Tokenizer, Transformer, UserError, bars, check_prompts,
                    choose_sampling, device_name, encode_prompt, exponential_noise, find_device, parse_options,
@@ -647,8 +648,8 @@ def main(argv=None):
     default = (0.0, 1.0) if args.bench else (0.0,)
     temperatures = default if args.temperature is None else (args.temperature,)
     cuts = choose_sampling(folder, temperatures, args.top_k, args.top_p)
-    trained_with = drafter.config.chat_options if drafter else {}
-    tokenizer.chat_options = trained_with if args.chat_options is None else parse_options(args.chat_options)
+    tokenizer.chat_options = (remembered_options(folders[0]) if args.chat_options is None else
+                              parse_options(args.chat_options))
     if args.bench:
         run_benchmark(
             out, target, drafters, tokenizer, args.data or out / "heldout.jsonl", prompts=args.prompts,

@@ -26,7 +26,7 @@ from torch import nn
 from kernels import (attention, causal, chains, context_and_block, dflash_training, input_injection_training,
                      make_mask)
 from model import (DecoderLayer, ModelConfig, RMSNorm, Rope, Transformer, UserError, check, check_fields,
-                   empty, init_weights, load_weights, read_json, save_model)
+                   empty, init_weights, load_weights, read_json, read_optional, save_model)
 
 
 def default_taps(num_target_layers, taps=5):
@@ -612,6 +612,13 @@ def drafter_folders(out):
     """The drafters that train.py has left in a folder; DFlash's where there is none."""
     folders = [Path(out) / kind.folder for kind in DRAFTERS.values()]
     return [folder for folder in folders if folder.exists()] or folders[:1]
+
+
+def remembered_options(folder):
+    """The keywords of the chat template that a drafter was trained with; none where there is no drafter."""
+    raw = read_optional(Path(folder) / "config.json")
+    own = [raw.get(f"{method}_config") or {} for method in DRAFTERS]
+    return next((section["chat_options"] for section in own if "chat_options" in section), {})
 
 
 def load_drafters(folders, target):

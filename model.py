@@ -861,11 +861,12 @@ def compile_template(text):
 
 class Entry(dict):
     """A row of a file of prompts: "messages" (a chat, maybe with "tools" and "documents"), "prompt" (a whole
-    prompt) or "text" (whose beginning is a prompt), maybe a "domain". where: its file and line."""
+    prompt; "rendered": with the template's markers) or "text" (whose beginning is a prompt), maybe a
+    "domain". where: its file and line."""
     where = "--data"
 
 
-KINDS = {"messages": list, "prompt": str, "text": str, "domain": str}
+KINDS = {"messages": list, "prompt": str, "rendered": bool, "text": str, "domain": str}
 
 
 def read_entries(file):
@@ -899,7 +900,8 @@ def encode_prompt(entry, tokenizer, prompt_tokens, rendered=False):
         ids, bos = tokenizer.encode(text, special=True), []
     else:
         text = entry.get("prompt", entry.get("text"))
-        ids, bos = tokenizer.encode(text, special=rendered and "prompt" in entry), [tokenizer.bos_id]
+        special = "prompt" in entry and entry.get("rendered", rendered)
+        ids, bos = tokenizer.encode(text, special), [tokenizer.bos_id]
         ids = ids if "prompt" in entry else ids[:prompt_tokens]
     if not ids:
         raise UserError("the prompt is empty")
@@ -907,13 +909,13 @@ def encode_prompt(entry, tokenizer, prompt_tokens, rendered=False):
 
 
 def encode_entries(entries, tokenizer, prompt_tokens, *, rendered=False, skip_bad=False):
-    """Entries -> rows of ids, in order, as `encode_prompt` gives them. UserError names file and line of the
-    first bad entry; with skip_bad they are left out, and counted on stderr."""
+    """Entries -> [(entry, ids), ...] in order, ids as `encode_prompt` gives them. UserError names file and
+    line of the first bad entry; with skip_bad they are left out, and counted on stderr."""
     rows, bad = [], []
     for entry in entries:
         try:
             with reading(getattr(entry, "where", Entry.where)):
-                rows.append(encode_prompt(entry, tokenizer, prompt_tokens, rendered))
+                rows.append((entry, encode_prompt(entry, tokenizer, prompt_tokens, rendered)))
         except UserError as error:
             if not skip_bad:
                 raise UserError(f"{error} (--skip-bad goes on without such prompts)") from None
@@ -934,7 +936,7 @@ def read_prompts(file, tokenizer, prompt_tokens, per_domain, *, rendered=False, 
                 by_domain.setdefault(entry.get("domain", domain), []).append(entry)
         encode = functools.partial(encode_entries, tokenizer=tokenizer, prompt_tokens=prompt_tokens,
                                    rendered=rendered, skip_bad=skip_bad)
-        prompts = {domain: encode(entries) for domain, entries in by_domain.items()}
+        prompts = {domain: [ids for _, ids in encode(entries)] for domain, entries in by_domain.items()}
     else:
         ids = tokenizer.encode(read_text(file))
         step = max(prompt_tokens, len(ids) // per_domain)

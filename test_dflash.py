@@ -1460,6 +1460,10 @@ def pretrained(tmp_path_factory):
     return folder
 
 
+def rows_of(*args, **how):
+    return [ids for _, ids in encode_entries(*args, **how)]
+
+
 ASKED = [{"role": "system", "content": " Short. "}, {"role": "user", "content": "héllo <|im_end|> 你好"}]
 TOOLS = [{"type": "function", "function": {"name": "späť", "parameters": {}}}]
 
@@ -1472,7 +1476,7 @@ def test_chat_template_equals_transformers(messages, tools, options, pretrained)
     ours.chat_options = options
     text = theirs.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True, **options)
     assert ours.render_chat(messages, tools) == text
-    assert encode_entries([{"messages": messages, "tools": tools}], ours, 0) == [theirs.apply_chat_template(messages, tools=tools, add_generation_prompt=True, **options)["input_ids"]]
+    assert rows_of([{"messages": messages, "tools": tools}], ours, 0) == [theirs.apply_chat_template(messages, tools=tools, add_generation_prompt=True, **options)["input_ids"]]
 
 
 def test_chats_end_with_the_question(pretrained, capsys):
@@ -1511,7 +1515,7 @@ def test_bad_entries_are_named_or_skipped(pretrained, capsys):
     for n, entry in enumerate(bad):
         entry.where = f"x.jsonl:{n}"
         fails(lambda: encode_entries([good, entry], tokenizer, 8), entry.where)
-    rows = encode_entries([good, *bad, good], tokenizer, 8, skip_bad=True)
+    rows = rows_of([good, *bad, good], tokenizer, 8, skip_bad=True)
     assert rows == [[tokenizer.bos_id, *tokenizer.encode("a")]] * 2 and "3 of 5" in capsys.readouterr().err
 
 
@@ -1519,9 +1523,10 @@ def test_rendered_prompts(pretrained):
     tokenizer = Tokenizer.from_pretrained(pretrained)
     bos, text = tokenizer.bos_id, "<|im_start|>user\nhi"
     ids = tokenizer.encode(text, special=True)
-    assert ids[0] == bos and encode_entries([{"prompt": text}], tokenizer, 8, rendered=True) == [ids]
-    assert encode_entries([{"prompt": "hi"}], tokenizer, 8, rendered=True) == [[bos, *tokenizer.encode("hi")]]
-    assert encode_entries([{"prompt": text}], tokenizer, 8) == [[bos, *tokenizer.encode(text)]]
+    assert ids[0] == bos and rows_of([{"prompt": text}], tokenizer, 8, rendered=True) == [ids]
+    assert rows_of([{"prompt": "hi"}], tokenizer, 8, rendered=True) == [[bos, *tokenizer.encode("hi")]]
+    assert rows_of([{"prompt": text}], tokenizer, 8) == [[bos, *tokenizer.encode(text)]]
+    assert rows_of([{"prompt": text, "rendered": True}], tokenizer, 8) == [ids]
 
 
 def test_options_of_the_template():
@@ -1573,15 +1578,29 @@ def test_a_drafter_for_a_pretrained_target(pretrained, data, tmp_path, capsys):
     with pytest.MonkeyPatch.context() as patch:
         encode = decode.encode_prompt
         patch.setattr(decode, "encode_prompt", lambda *args: asked.append(encode(*args)) or asked[-1])
-        for given in ([], options, ["--chat-options", "enable_thinking=true"]):
+        for given in ([], ["--plain"], options, ["--chat-options", "enable_thinking=true"]):
             decode.main([*how, "--prompt", "Say 3.", "--chat", *given])
-    assert asked[0] == asked[1] != asked[2]                                                        # the drafter remembers what it was trained with
+    assert asked[0] == asked[1] == asked[2] != asked[3]                                                        # the drafter remembers what it was trained with
     decode.main([*how, "--bench", "--data", str(chats), "--prompts", "2"])
     decode.main([*how, "--bench", "--data", str(data / "a.txt"), "--prompts", "2", "--prompt-tokens", "10"])
     assert "identical" in capsys.readouterr().out
     assert all(row["identical"] == 1 for row in json.loads((tmp_path / "bench" / "report.json").read_text())["results"])
     done = run_train(*flags, "--data", chats, data, "--mask-token", "<|nope|>", "--out", tmp_path / "other", check=False)
     assert done.returncode == 2 and "<|nope|>" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_what_is_held_out_can_be_decoded(pretrained, tmp_path):
+    chats, tokenizer = tmp_path / "chats.jsonl", Tokenizer.from_pretrained(pretrained)
+    lines = [{"prompt": f"<|im_start|>user\n{'long ' * (20 * (i % 2))}{i}"} for i in range(100)] + [{"prompt": ""}]
+    chats.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    flags = ["--target", str(pretrained), "--out", str(tmp_path / "out"), "--sequence-length", "60", "--response-tokens", "24", "--data", str(chats), "--skip-bad", "--device", "cpu"]
+    args = train.parse([*flags, "--rendered"])
+    _, _, prompts = train.pretrained_target(train.Run(args), args)
+    held = model.read_prompts(tmp_path / "out" / "heldout.jsonl", tokenizer, 8, 99)["heldout"]    # without a flag, they are rendered
+    assert 1 <= len(held) < 8 and len(prompts) + len(held) == 50
+    assert all(row[0] == tokenizer.bos_id and len(row) <= 36 for row in prompts + held)
+    args = train.parse([*flags, "--rendered", "--response-tokens", "56"])
+    fails(lambda: train.pretrained_target(train.Run(args), args), "too few prompts of at most 4 tokens")
 
 
 @pytest.mark.parametrize("token, size, specials, given", (

@@ -730,20 +730,23 @@ def pretrained_target(run, args):
     documents = read_corpus(args.data, args.suffixes, entries)
     entries = {json.dumps(entry, sort_keys=True): entry for entry in entries + documents}   # repetitions once
     training, heldout = hold_out(entries.values(), args.seed)
-    how = {"rendered": args.rendered, "skip_bad": args.skip_bad}
-    prompts = encode_entries(training, tokenizer, args.prompt_tokens, **how)
-    encode_entries(heldout, tokenizer, args.prompt_tokens, **how)                # bad ones are named now
     room = args.sequence_length - args.response_tokens
-    prompts = [prompt for prompt in prompts if len(prompt) <= room]
-    if not prompts:
-        raise UserError(f"--data holds no prompt of at most {room} tokens "
-                        "(--sequence-length less --response-tokens)")
+    training, heldout = ([(entry, ids) for entry, ids in encode_entries(
+        part, tokenizer, args.prompt_tokens, rendered=args.rendered, skip_bad=args.skip_bad)
+        if len(ids) <= room] for part in (training, heldout))
+    if not training or not heldout:
+        raise UserError(f"--data holds too few prompts of at most {room} tokens (--sequence-length less "
+                        "--response-tokens): one to learn from and one to hold out, at least")
+    prompts = [ids for _, ids in training]
     args.cuts = choose_sampling(args.target, args.temperatures, args.top_k, args.top_p)
     files = sorted((file.name, file.stat().st_size) for file in Path(args.target).glob("*.safetensors"))
     args.weights = fingerprint([str(files), (Path(args.target) / "config.json").read_text()])
     args.prompts_from = fingerprint([str(prompts)])
     if run.main:
-        write_lines(run.out / "heldout.jsonl", heldout)
+        rendered = {"rendered": True} if args.rendered else {}
+        write_lines(run.out / "heldout.jsonl", [{**rendered, **entry} for entry, _ in heldout])
+        # Refused now, not after hours.
+        read_prompts(run.out / "heldout.jsonl", tokenizer, args.prompt_tokens, args.prompts)
     return target, tokenizer, prompts
 
 
@@ -1011,8 +1014,7 @@ def bench(run, args, target, drafter, tokenizer):
     tokens = 192 if seconds is None or seconds > 60 else 64
     run_benchmark(run.out, target, {"dflash": drafter}, tokenizer, run.out / "heldout.jsonl",
                   prompts=args.prompts, prompt_tokens=args.prompt_tokens,
-                  max_new_tokens=min(tokens, args.response_tokens),
-                  rendered=args.rendered, skip_bad=args.skip_bad, seconds=seconds, **args.cuts)
+                  max_new_tokens=min(tokens, args.response_tokens), seconds=seconds, **args.cuts)
 
 
 if __name__ == "__main__":
