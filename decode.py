@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from drafter import (Drafts, drafter_folders, last_positions, load_drafters, propose, remembered_options,
@@ -90,8 +91,7 @@ class Decoder:
         zeros = functools.partial(torch.zeros, dtype=torch.int64, device=device)
         self.features = zeros(batch, capacity, len(self.taps) * target.config.hidden_size, dtype=target.dtype)
         self.text = zeros(batch, capacity)
-        self.prompt_length, self.start, self.last = zeros(3, batch)             # last: where start ends
-        self.finished = zeros(batch, dtype=torch.bool)
+        self.prompt_length, self.start, self.end = zeros(3, batch)     # a row has finished where start == end
         self.keys = zeros(batch, 2, dtype=torch.int32)                           # of the rows' noise
         self.stop_ids = torch.tensor(stop_ids, dtype=torch.int64, device=device)
         self.kept_log = zeros(capacity + LOOK_EVERY, batch)      # what each cycle has kept of each row; a log
@@ -114,21 +114,20 @@ class Decoder:
         """The target reads the anchor and the first n - 1 drafts in one pass, draws its own token behind
         each, and keeps what agrees."""
         drafts = self.drafts.first(n) if n > 1 else Drafts(self.anchor(), None)
-        order, noise = torch.arange(n, device=self.device), self.noise(0, min(n, self.block_size))
-        if drafts.parent is None:
-            positions = self.start[:, None] + order
-            hidden, features = self.target(drafts.tokens, positions, self.caches[0], self.taps)
-            draws = self.sampling.draw(self.target.logits(hidden), noise)        # (B, n)
-            num_kept = accept_chain(drafts, draws)
-        else:
-            positions, tree = self.start[:, None] + drafts.depth, (self.start, drafts.ancestors)
-            hidden, features = self.target(drafts.tokens, positions, self.caches[0], self.taps, tree)
-            # A node draws with the noise of the token behind it.
-            noise = noise if noise is None else rows_at(noise, drafts.depth)
-            draws = self.sampling.draw(self.target.logits(hidden), noise)        # (B, n)
+        order, is_tree = torch.arange(n, device=self.device), drafts.parent is not None
+        depth = drafts.depth if is_tree else order.expand_as(drafts.tokens)      # (B, n)
+        hidden, features = self.target(drafts.tokens, self.start[:, None] + depth, self.caches[0], self.taps,
+                                       tree=(self.start, drafts.ancestors) if is_tree else None)
+        noise = self.noise(0, min(n, self.block_size))
+        if is_tree and noise is not None:
+            noise = rows_at(noise, depth)             # a node draws with the noise of the token behind it
+        draws = self.sampling.draw(self.target.logits(hidden), noise)            # (B, n)
+        if is_tree:
             num_kept, path = accept_tree(drafts, draws)
             self.caches[0].move(self.start[:, None] + path, self.start[:, None] + order)
             draws, features = draws.gather(1, path), rows_at(features, path)
+        else:
+            num_kept = accept_chain(drafts, draws)
         self.commit(draws, num_kept, features)
 
     def commit(self, tokens, num_kept, features):
@@ -142,12 +141,12 @@ class Decoder:
         self.text.scatter_(1, slots + 1, tokens)
         stops = (tokens[..., None] == self.stop_ids).any(-1) & (order < num_kept[:, None])
         first_stop = order.where(stops, n).amin(1)                               # (B,), n: none
-        # Nothing counts behind a stop token.
-        num_kept = torch.minimum(num_kept, first_stop + 1).masked_fill(self.finished, 0)
+        # Nothing counts behind a stop token, nor in a row that has finished.
+        num_kept = torch.minimum(num_kept, first_stop + 1).masked_fill(self.start == self.end, 0)
         self.kept_log.index_copy_(0, self.num_cycles, num_kept[None])
         self.num_cycles += 1
-        self.start.copy_(torch.minimum(self.start + num_kept, self.last))
-        self.finished |= (first_stop < n) | (self.start == self.last)
+        self.start.copy_(torch.minimum(self.start + num_kept, self.end))
+        self.end.copy_(self.start.where(first_stop < n, self.end))
 
     def anchor(self):
         return self.text.gather(1, self.start[:, None])                         # (B, 1)
@@ -176,14 +175,13 @@ class Decoder:
         """Starts anew: target and drafter read the prompts, the target draws each row's first token. Rows of
         different lengths are padded on the right; causality keeps the padding unseen, and the first cycles
         write over it."""
-        lengths, width = [len(prompt) for prompt in prompts], max(map(len, prompts))
-        self.text[:, :width] = torch.tensor([[*prompt] + [0] * (width - len(prompt)) for prompt in prompts])
-        self.prompt_length.copy_(torch.tensor(lengths))
+        padded = pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True)
+        width = padded.shape[1]
+        self.text[:, :width] = padded
+        self.prompt_length.copy_(torch.tensor([len(prompt) for prompt in prompts]))
         self.start.copy_(self.prompt_length - 1)
-        self.last.copy_(self.start + max_new_tokens)
+        self.end.copy_(self.start + max_new_tokens)
         self.keys.copy_(keys)
-        self.finished.zero_()
-        self.num_cycles.zero_()
         at_end = 0
         for begin in range(0, width, PREFILL):
             end = min(begin + PREFILL, width)
@@ -196,25 +194,24 @@ class Decoder:
             is_last = (positions == self.start[:, None])[..., None]             # (B, end - begin, 1)
             at_end = at_end + hidden.where(is_last, 0).sum(1, keepdim=True)      # (B, 1, C)
         first = self.sampling.draw(self.target.logits(at_end), self.noise(0, 1))    # (B, 1)
-        self.start += 1
-        self.text.scatter_(1, self.start[:, None], first)
-        self.finished |= (first == self.stop_ids).any(1) | (self.start == self.last)
-        self.watch, self.sizes, self.warm, self.history = Stopwatch(self.device), [], [], []
+        self.commit(first, torch.ones_like(self.start), rows_at(self.features, self.start[:, None]))
+        self.num_cycles.zero_()                                         # the first token belongs to no cycle
+        # Of each cycle: times, tokens read, tokens kept of each row; and which called a step the first time.
+        self.watch, self.sizes, self.history, self.cold = Stopwatch(self.device), [], [], set()
         # The slowest row; upper bounds of the rows' start, and of what the drafter has not read.
         self.slowest, self.longest, self.unread = 0, width, 1
 
     def cycle(self, looking):
         """Draft, verify, accept, commit. looking: may the host wait for the drafts, to choose how many are
         read?"""
-        auto, n, self.is_warm = self.auto, 1, True
+        auto, n = self.auto, 1
         self.set_kv_len(self.longest + max(self.block_size, self.tree_budget or 0))
         self.watch.mark()
         if self.drafter and not (auto and auto.plain_cycles > 0):
             self.window = self.block_size if self.compile else self.unread
             self.drafts, self.unread = self.step(self.draft), 0
             if auto and looking:
-                # The row that all others wait for.
-                self.slowest = int((self.start - self.last).masked_fill(self.finished, 1).argmin())
+                self.slowest = int((self.end - self.start).argmax())     # the row that all others wait for
                 auto.choose(self.drafts.probability[self.slowest].tolist())
             n = auto.size if auto else self.drafts.tokens.shape[1]
         elif self.drafter and self.compile and self.unread >= self.block_size:
@@ -224,7 +221,6 @@ class Decoder:
         self.step(self.verify, n)
         self.watch.mark()
         self.sizes.append(n)
-        self.warm.append(self.is_warm)
         self.unread += min(n, self.block_size)
         self.longest += min(n, self.block_size)
 
@@ -233,7 +229,8 @@ class Decoder:
         compiles and reserves)."""
         key = function.__name__, *args
         self.calls[key] += 1
-        self.is_warm &= self.calls[key] > self.warm_up
+        if self.calls[key] <= self.warm_up:
+            self.cold.add(len(self.sizes))
         if not self.compile or self.calls[key] < self.warm_up:
             return function(*args)
         if key not in self.graphs:
@@ -253,12 +250,12 @@ class Decoder:
             i = len(self.history)
             self.history.append(kept)
             if self.auto and any(kept):                                       # not behind the end of all rows
-                ms = sum(self.watch.cycle(i)) if self.warm[i] else None
+                ms = None if i in self.cold else sum(self.watch.cycle(i))
                 self.auto.update(self.sizes[i], ms, max(1, kept[self.slowest]))
         if self.sizes:                                     # of the last cycle: what it did, not what it could
             self.unread += max(1, *self.history[-1]) - min(self.sizes[-1], self.block_size)
         self.longest = int(self.start.max())
-        return bool(self.finished.all())
+        return bool((self.start == self.end).all())
 
     @property
     def nbytes(self):
@@ -336,6 +333,7 @@ class Generation:
     tokens: list    # rows of new token ids; a stop token is included and ends its row; at most max_new_tokens
     # Rows of draft tokens accepted + 1, one a cycle, up to a stop token (not cut at max_new_tokens)
     acceptance_lengths: list
+    seconds: float = 0.0                             # of the whole call, prefill included
     draft_ms: list = field(default_factory=list)     # a cycle with drafts
     verify_ms: list = field(default_factory=list)    # a cycle, acceptance included
 
@@ -344,12 +342,17 @@ class Generation:
         lengths = [length for row in self.acceptance_lengths for length in row]
         return sum(lengths) / len(lengths) if lengths else float("nan")
 
+    @property
+    def ms_per_token(self):
+        return 1e3 * self.seconds / sum(map(len, self.tokens))
+
 
 def speculative(target, drafter, prompts, max_new_tokens, **how):
     """Decodes prompts (one list of token ids a row, of any lengths) with drafter and target. The output is
     that of `autoregressive` with the same seed, token for token (in float32; in lower precision a tie may
     break either way). Keywords as for `generate`.
     Returns a Generation; UserError for bad input."""
+    began = time.perf_counter()
     for decoder in generate(target, drafter, prompts, max_new_tokens, **how):
         pass
     ends = zip(decoder.text.tolist(), decoder.prompt_length.tolist(), decoder.start.tolist())
@@ -357,6 +360,7 @@ def speculative(target, drafter, prompts, max_new_tokens, **how):
     times = [decoder.watch.cycle(i) for i in range(len(decoder.sizes))]
     return Generation(tokens=[text[begin:anchor + 1] for text, begin, anchor in ends],
                       acceptance_lengths=[[n for n in kept if n] for kept in kept_by_row],
+                      seconds=time.perf_counter() - began,
                       draft_ms=[draft for (draft, _), n in zip(times, decoder.sizes) if n > 1],
                       verify_ms=[verify for _, verify in times])
 
@@ -371,7 +375,8 @@ idle = {}    # Decoders of earlier calls, by what they are for; the latest last
 
 @torch.inference_mode()
 def generate(target, drafter, prompts, max_new_tokens, *, block_size=None, tree_budget=None, denoise_steps=1,
-             temperature=0.0, top_k=None, top_p=None, stop_ids=(), seed=None, compile=None, look_every=None):
+             temperature=0.0, top_k=None, top_p=None, stop_ids=(), seed=None, compile=None,
+             every_cycle=False):
     """The loop: yields the Decoder after the prefill, then whenever the host has looked, until all rows have
     ended.
 
@@ -385,7 +390,7 @@ def generate(target, drafter, prompts, max_new_tokens, *, block_size=None, tree_
     seed: an int (row i draws from the stream of (seed, i)), one int a row, or None.
     compile: None: on CUDA only. There steps are graphs, which later calls of the same shapes reuse; on the
     CPU compiled code.
-    look_every: cycles between two looks; None: as is fast.
+    every_cycle: look after each cycle, where the device would rather run a few in between.
     """
     sampling = Sampling(temperature, top_k, top_p)
     check_prompts(target.config, prompts, max_new_tokens)
@@ -410,7 +415,7 @@ def generate(target, drafter, prompts, max_new_tokens, *, block_size=None, tree_
             yield decoder
             if finished:
                 break
-            for i in range(look_every or decoder.look_every):
+            for i in range(1 if every_cycle else decoder.look_every):
                 decoder.cycle(looking=i == 0)
     finally:
         idle[key] = decoder
@@ -420,59 +425,51 @@ def generate(target, drafter, prompts, max_new_tokens, *, block_size=None, tree_
 
 # ---- benchmark ---------------------------------------------------------------------------------------------
 
-def benchmark(target, methods, prompts, max_new_tokens, temperatures=(0.0, 1.0), stop_ids=(), seed=0,
-              progress=None, seconds=None, **how):
+def benchmark(target, methods, prompts, temperatures=(0.0, 1.0), seed=0, seconds=None, **how):
     """Plain decoding and every other method on the same prompts, one at a time, in turn, in one run.
 
     methods: {name: keywords of `speculative`, drafter among them}; prompts: {domain: rows of ids}, of which
-    as many are decoded as fit into `seconds` (None: all), two a domain at least; how: top_k, top_p, compile.
+    as many are decoded as fit into `seconds` (None: all), two a domain at least; how: further keywords.
     Times are whole calls, prefill included: ms_per_token is the median over calls, speedup the median over
-    calls of (plain ms a token / this ms a token). progress: a tqdm bar. Returns the report's rows.
+    calls of (plain ms a token / this ms a token). Returns the report's rows.
     """
     methods, began = {"autoregressive": {"drafter": None}, **methods}, time.monotonic()
-    how.update(max_new_tokens=max_new_tokens, stop_ids=stop_ids)
-    first = next(iter(prompts.values()))[:1]
+    first = next(iter(prompts.values()))[0]
     # Warm-up: compilation, allocation, what auto learns.
-    for temperature, keywords in itertools.product(temperatures, [*methods.values()] * 2):
-        timed(target, prompts=first, seed=[seed], temperature=temperature, **keywords, **how)
-    runs = defaultdict(list)                                           # (ms a token, Generation) of each call
-    for i in range(max(map(len, prompts.values()))):
-        if seconds and i >= 2 and (time.monotonic() - began) * (i + 1) / i > seconds:
-            break
-        for temperature, (domain, rows) in itertools.product(temperatures, prompts.items()):
-            for (method, keywords), prompt in itertools.product(methods.items(), rows[i:i + 1]):
-                runs[temperature, domain, method].append(timed(
-                    target, prompts=[prompt], seed=[seed + i], temperature=temperature, **keywords, **how))
-            progress.update()
-    results = []
+    for temperature, way in itertools.product(temperatures, [*methods.values()] * 2):
+        speculative(target, prompts=[first], temperature=temperature, seed=[seed], **way, **how)
+    runs, warm = defaultdict(list), time.monotonic()                             # Generations
+    with tqdm(total=sum(map(len, prompts.values())), desc="benchmark", unit="prompt") as bar:
+        for i in range(max(map(len, prompts.values()))):
+            now = time.monotonic()
+            if seconds and i >= 2 and now - began + (now - warm) / i > seconds:
+                break
+            for domain in (domain for domain, rows in prompts.items() if i < len(rows)):
+                for temperature, (name, way) in itertools.product(temperatures, methods.items()):
+                    runs[temperature, domain, name].append(speculative(
+                        target, prompts=[prompts[domain][i]], temperature=temperature, seed=[seed + i],
+                        **way, **how))
+                bar.update()
     domains = {domain: [domain] for domain in prompts} | ({"all": [*prompts]} if len(prompts) > 1 else {})
-    for temperature, (name, parts) in itertools.product(temperatures, domains.items()):
-        pooled = {method: [run for domain in parts for run in runs[temperature, domain, method]]
-                  for method in methods}
-        results += [{"domain": name, "method": method, "temperature": temperature,
-                     **summarize(run, pooled["autoregressive"])} for method, run in pooled.items()]
-    return results
+    rows = []
+    for temperature, (domain, parts) in itertools.product(temperatures, domains.items()):
+        of_all = {name: sum((runs[temperature, part, name] for part in parts), []) for name in methods}
+        rows += [{"domain": domain, "method": name, "temperature": temperature,
+                  **summarize(outs, of_all["autoregressive"])} for name, outs in of_all.items()]
+    return rows
 
 
-def timed(target, **how):
-    """-> milliseconds a token, and the Generation, of one call"""
-    began = time.perf_counter()
-    out = speculative(target, **how)
-    return 1e3 * (time.perf_counter() - began) / sum(map(len, out.tokens)), out
-
-
-def summarize(run, plain):
-    """What a report row says of calls (ms a token, Generation), beside plain decoding's of the same
-    prompts."""
-    tokens = [out.tokens[0] for _, out in run]
-    lengths = [n for _, out in run for n in out.acceptance_lengths[0]]
-    return {"prompts": len(run), "tokens": sum(map(len, tokens)), "tau": statistics.mean(lengths or [1]),
-            "ms_per_token": median([ms for ms, _ in run]),
-            "speedup": median([plain_ms / ms for (plain_ms, _), (ms, _) in zip(plain, run)]),
-            "draft_ms": median([ms for _, out in run for ms in out.draft_ms]),
-            "verify_ms": median([ms for _, out in run for ms in out.verify_ms]),
-            "distinct4": distinct4(tokens),
-            "identical": statistics.mean(row == out.tokens[0] for row, (_, out) in zip(tokens, plain)),
+def summarize(outs, plain):
+    """What a report row says of Generations, beside plain decoding's of the same prompts."""
+    rows = [out.tokens[0] for out in outs]
+    lengths = [n for out in outs for n in out.acceptance_lengths[0]]
+    return {"prompts": len(rows), "tokens": sum(map(len, rows)), "tau": statistics.mean(lengths or [1]),
+            "ms_per_token": median([out.ms_per_token for out in outs]),
+            "speedup": median([base.ms_per_token / out.ms_per_token for base, out in zip(plain, outs)]),
+            "draft_ms": median([ms for out in outs for ms in out.draft_ms]),
+            "verify_ms": median([ms for out in outs for ms in out.verify_ms]),
+            "distinct4": distinct4(rows),
+            "identical": statistics.mean(row == base.tokens[0] for row, base in zip(rows, plain)),
             "acceptance_lengths": {n: lengths.count(n) for n in sorted(set(lengths))}}
 
 
@@ -480,8 +477,7 @@ def distinct4(rows):
     """Share of distinct 4-grams within each row, over all rows: 1 where nothing repeats, near 0 where text
     runs in a loop."""
     grams = [[tuple(row[i:i + 4]) for i in range(len(row) - 3)] for row in rows]
-    total = sum(map(len, grams))
-    return sum(len(set(row)) for row in grams) / total if total else 1.0
+    return sum(len(set(row)) for row in grams) / max(1, sum(map(len, grams)))
 
 
 def median(values):
@@ -495,15 +491,15 @@ def cycle_ms(target, drafter, prompt, **sizes):
     return {"draft_ms": median(out.draft_ms), "verify_ms": median(out.verify_ms)}
 
 
-def sweep(target, drafter, prompts, progress, **how):
+def sweep(target, drafter, prompts, **how):
     """What decoding costs as it grows, in milliseconds of one cycle (medians): over the block size, the
     tree's, and the context; and tokens a second over the batch. prompts: rows of ids; their text, repeated,
     makes the longer contexts. Returns {name: rows}."""
     text, longest = sum(prompts, []), target.config.max_position_embeddings - 64
     points = {"block_size": (1, 2, 4, 8, 16, 32), "context": [min(2**i, longest) for i in range(6, 13)],
               "tree_budget": () if drafter.in_turn else (2, 4, 8, 16, 32, 64)}
-    found = {key: [] for key in [*points, "batch"]}
-    for key, n in ((key, n) for key in points for n in points[key]):
+    found = defaultdict(list)
+    for key, n in tqdm([(key, n) for key in points for n in points[key]], "sweep", unit="point"):
         sizes = {"block_size": drafter.config.block_size, "context": 64} | {key: n}
         context = sizes.pop("context")
         prompt = (text * (context // len(text) + 1))[:context]
@@ -511,24 +507,21 @@ def sweep(target, drafter, prompts, progress, **how):
         for name, config in (("target", target.config), ("drafter", drafter.config.layers)):
             row[f"{name}_cache_bytes"] = KVCache(config, 1, context, "meta", target.dtype).data.nbytes
         found[key].append(row)
-        progress.update()
     methods = {"autoregressive": {"drafter": None}, "speculative": {"drafter": drafter},
                "auto": {"drafter": drafter, "block_size": "auto"}}
-    for batch in (1, 4, 16, 64):
-        how.update(prompts=[prompts[i % len(prompts)] for i in range(batch)], max_new_tokens=64)
-        ms = {name: [timed(target, **way, **how)[0] for _ in range(4)][1:] for name, way in methods.items()}
-        found["batch"].append({"batch": batch, **{name: 1e3 / median(ms[name]) for name in ms}})
-        progress.update()
-    return {key: rows for key, rows in found.items() if rows}
+    for batch in tqdm((1, 4, 16, 64), "sweep", unit="batch"):
+        rows, each = [prompts[i % len(prompts)] for i in range(batch)], {}
+        for name, way in methods.items():
+            outs = [speculative(target, prompts=rows, max_new_tokens=64, **way, **how) for _ in range(4)]
+            each[name] = 1e3 / median([out.ms_per_token for out in outs[1:]])
+        found["batch"].append({"batch": batch, **each})
+    return found
 
 
-def run_benchmark(out, target, drafters, tokenizer, prompts_file, *, prompts, prompt_tokens, max_new_tokens,
-                  temperatures=(0.0, 1.0), block_size="auto", tree_budget=TREE_BUDGET, seed=0, sweeping=False,
-                  rendered=False, skip_bad=False, seconds=None, **how):
+def run_benchmark(out, target, drafters, prompts, *, temperatures=(0.0, 1.0), block_size="auto",
+                  tree_budget=TREE_BUDGET, sweeping=False, **how):
     """Benchmarks, prints the table, writes out/report.json. drafters: {method: drafter}, each with its chain,
-    its tree, and "auto"."""
-    Path(out).mkdir(parents=True, exist_ok=True)
-    rows = read_prompts(prompts_file, tokenizer, prompt_tokens, prompts, rendered=rendered, skip_bad=skip_bad)
+    its tree, and "auto"; the other arguments as for `benchmark` and `generate`."""
     methods = {}
     for name, drafter in drafters.items():
         size, budget = None if block_size == "auto" else block_size, None if drafter.in_turn else tree_budget
@@ -537,12 +530,9 @@ def run_benchmark(out, target, drafters, tokenizer, prompts_file, *, prompts, pr
             methods[f"{name} tree"] = {"drafter": drafter, "block_size": size, "tree_budget": budget}
         if block_size == "auto":
             methods[f"{name} auto"] = {"drafter": drafter, "block_size": "auto", "tree_budget": budget}
-    texts, stop_ids = sum(rows.values(), []), stop_tokens(target, tokenizer)
-    with tqdm(total=len(temperatures) * len(texts), desc="benchmark", unit="prompt") as bar:
-        results = benchmark(target, methods, rows, max_new_tokens, temperatures, stop_ids, seed, bar, seconds,
-                            **how)
+    results = benchmark(target, methods, prompts, temperatures, **how)
     report = {"device": device_name(target.device), "dtype": str(target.dtype).removeprefix("torch."),
-              "torch": torch.__version__, "max_new_tokens": max_new_tokens, "block_size": block_size,
+              "torch": torch.__version__, "max_new_tokens": how["max_new_tokens"], "block_size": block_size,
               "tree_budget": tree_budget, "results": results}
     print(table(results))
     # Of all domains together.
@@ -550,10 +540,12 @@ def run_benchmark(out, target, drafters, tokenizer, prompts_file, *, prompts, pr
         print(f"\n{row['method']}, temperature {row['temperature']:g}: tokens kept a cycle, bonus token too")
         print(bars(row["acceptance_lengths"]))
     if sweeping:
-        with tqdm(desc="sweep", unit="point") as bar:
-            report["sweep"] = {name: sweep(target, d, texts, bar, **how) for name, d in drafters.items()}
+        compile = how.get("compile")
+        texts = sum(prompts.values(), [])
+        report["sweep"] = {name: sweep(target, d, texts, compile=compile) for name, d in drafters.items()}
         for name, found in report["sweep"].items():
             print(*(f"\n{name}: {key}\n{table(rows)}" for key, rows in found.items()), sep="\n")
+    Path(out).mkdir(parents=True, exist_ok=True)
     file = Path(out) / "report.json"
     claims = read_optional(file).get("claims")                                   # measured before, they stay
     write_json(file, report | ({"claims": claims} if claims else {}))
@@ -640,29 +632,27 @@ def main(argv=None):
     folders = (args.drafter or drafter_folders(out))[:None if args.bench else 1]
     drafters = {} if args.plain else load_drafters(folders, target)
     drafter = next(iter(drafters.values()), None)
-    chain = args.show or drafter is not None and drafter.in_turn and not args.bench    # by default
-    budget = (None if chain else TREE_BUDGET) if args.tree_budget is None else args.tree_budget or None
-    block_size = (None if args.show else "auto") if args.block_size is None else args.block_size
-    how = dict(block_size=block_size, tree_budget=budget, denoise_steps=args.denoise_steps, seed=args.seed,
-               compile=args.compile)
     default = (0.0, 1.0) if args.bench else (0.0,)
     temperatures = default if args.temperature is None else (args.temperature,)
-    cuts = choose_sampling(folder, temperatures, args.top_k, args.top_p)
     tokenizer.chat_options = (remembered_options(folders[0]) if args.chat_options is None else
                               parse_options(args.chat_options))
+    chain = args.show or drafter and drafter.in_turn and not args.bench          # unless flags say otherwise
+    budget = (0 if chain else TREE_BUDGET) if args.tree_budget is None else args.tree_budget
+    block_size = (None if args.show else "auto") if args.block_size is None else args.block_size
+    how = {"block_size": block_size, "tree_budget": budget or None,
+           "max_new_tokens": args.max_new_tokens, "stop_ids": stop_tokens(target, tokenizer),
+           "denoise_steps": args.denoise_steps, "seed": args.seed, "compile": args.compile,
+           **choose_sampling(folder, temperatures, args.top_k, args.top_p)}
     if args.bench:
-        run_benchmark(
-            out, target, drafters, tokenizer, args.data or out / "heldout.jsonl", prompts=args.prompts,
-            prompt_tokens=args.prompt_tokens, max_new_tokens=args.max_new_tokens, sweeping=args.sweep,
-            temperatures=temperatures, rendered=args.rendered, skip_bad=args.skip_bad, **cuts, **how)
+        prompts = read_prompts(args.data or out / "heldout.jsonl", tokenizer, args.prompt_tokens,
+                               args.prompts, rendered=args.rendered, skip_bad=args.skip_bad)
+        run_benchmark(out, target, drafters, prompts, temperatures=temperatures, sweeping=args.sweep, **how)
         return
     text = args.prompt.encode("utf-8", "replace").decode()
     entry = {"messages": [{"role": "user", "content": text}]} if args.chat else {"prompt": text}
     prompt = encode_prompt(entry, tokenizer, None, args.rendered)
-    stop_ids = stop_tokens(target, tokenizer)
-    steps = generate(target, drafter, [prompt], args.max_new_tokens, temperature=temperatures[0],
-                     stop_ids=stop_ids, look_every=1 if args.show else None, **cuts, **how)
-    stream(steps, tokenizer, "" if args.chat else text, stop_ids, args.show)
+    steps = generate(target, drafter, [prompt], temperature=temperatures[0], every_cycle=args.show, **how)
+    stream(steps, tokenizer, "" if args.chat else text, how["stop_ids"], args.show)
 
 
 if __name__ == "__main__":

@@ -812,9 +812,8 @@ def measure(run, args, target, tokenizer, drafter, prompts):
     methods = {"one step": {"drafter": drafter}, "auto": {"drafter": drafter, "block_size": "auto"}}
     if args.reveal:
         methods["two steps"] = {"drafter": drafter, "denoise_steps": 2}
-    with run.bar(sum(map(len, prompts.values())), "benchmark", "prompt") as bar:
-        rows = benchmark(target, methods, prompts, min(192, args.response_tokens), (0.0,),
-                         stop_tokens(target, tokenizer), progress=bar)
+    rows = benchmark(target, methods, prompts, (0.0,), max_new_tokens=min(192, args.response_tokens),
+                     stop_ids=stop_tokens(target, tokenizer))
     rows = {row["method"]: row for row in rows[-1 - len(methods):]}              # over all domains
     found = {name: {key: row[key] for key in ("tau", "speedup", "identical")} for name, row in rows.items()}
     prompt, auto = next(iter(prompts.values()))[0], found.pop("auto")
@@ -1012,9 +1011,9 @@ def bench(run, args, target, drafter, tokenizer):
         target, drafter = target.to(torch.bfloat16), drafter.to(torch.bfloat16)
     seconds = run.seconds_for("benchmark")
     tokens = 192 if seconds is None or seconds > 60 else 64
-    run_benchmark(run.out, target, {"dflash": drafter}, tokenizer, run.out / "heldout.jsonl",
-                  prompts=args.prompts, prompt_tokens=args.prompt_tokens,
-                  max_new_tokens=min(tokens, args.response_tokens), seconds=seconds, **args.cuts)
+    prompts = read_prompts(run.out / "heldout.jsonl", tokenizer, args.prompt_tokens, args.prompts)
+    run_benchmark(run.out, target, {"dflash": drafter}, prompts, seconds=seconds, **args.cuts,
+                  max_new_tokens=min(tokens, args.response_tokens), stop_ids=stop_tokens(target, tokenizer))
 
 
 if __name__ == "__main__":
