@@ -23,8 +23,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import nn
 
-from kernels import (attention, causal, chains, context_and_block, dflash_training, input_injection_training,
-                     make_mask)
+from kernels import (attention, causal, chains, context_and_block, dflash_training, make_mask)
 from model import (DecoderLayer, ModelConfig, RMSNorm, Rope, Transformer, UserError, check, check_fields,
                    empty, init_weights, load_weights, read_json, read_optional, save_model)
 
@@ -259,10 +258,9 @@ class DFlashDrafter(Drafter):
         gamma = gamma or default_gamma(block_size)
         ids, positions, weight = training_blocks(batch, block_size, self.config.mask_token_id, gamma)
         context = torch.arange(S, device=ids.device).expand(B, S)
-        visible, queries = dflash_training(batch.anchors, S, block_size), ids[0].numel()
-        if self.config.injection == "input":
-            visible, queries = input_injection_training(batch.anchors, S, block_size), S + queries
-        mask = make_mask(visible, B, queries, S + ids[0].numel(), ids.device, batch.features.dtype)
+        context_queries, block_queries = S * (self.config.injection == "input"), ids[0].numel()
+        mask = make_mask(dflash_training(batch.anchors, S, block_size, context_queries), B,
+                         context_queries + block_queries, S + block_queries, ids.device, batch.features.dtype)
         hidden = self(batch.features, target.model.embed_tokens(ids.flatten(1)),
                       torch.cat((context, positions.flatten(1)), 1), mask)       # (B, N * block_size, C)
         labels = batch.labels(positions.flatten(1).clamp(max=S - 1))
