@@ -24,9 +24,8 @@ import torch.utils.checkpoint
 from torch import nn
 
 from kernels import causal, chains, context_and_block, dflash_training, make_mask
-from model import (DecoderLayer, ModelConfig, RMSNorm, Rope, Transformer, UserError, check,
-                   check_fields, empty, init_weights, is_count, load_weights, read_json, read_optional,
-                   save_model)
+from model import (DecoderLayer, ModelConfig, RMSNorm, Rope, Transformer, UserError, check, check_fields,
+                   empty, init_weights, is_count, load_weights, read_json, read_optional, save_model)
 
 
 def default_taps(num_target_layers, taps=5):
@@ -34,10 +33,8 @@ def default_taps(num_target_layers, taps=5):
     the last where the former are too few to be distinct. A target with fewer layers than taps gives all it
     has."""
     L, n = num_target_layers, min(taps, num_target_layers)
-    if n == 1:
-        return [L // 2]
     first, last = (1, L - 3) if L - 3 >= n else (0, L - 1)
-    return [round(first + i * (last - first) / (n - 1)) for i in range(n)]
+    return [round(first + i * (last - first) / (n - 1)) for i in range(n)] if n > 1 else [L // 2]
 
 
 class Drafter(nn.Module):
@@ -156,13 +153,12 @@ class DFlashDrafter(Drafter):
         (B, S), block_size = batch.ids.shape, self.config.block_size
         ids, positions, weight = training_blocks(batch, block_size, self.config.mask_token_id,
                                                  gamma or default_gamma(block_size))
-        context, block_queries = torch.arange(S, device=ids.device).expand(B, S), ids[0].numel()
+        context, Q = torch.arange(S, device=ids.device).expand(B, S), ids[0].numel()
         context_queries = S if self.config.injection == "input" else 0
         mask_mod = dflash_training(batch.anchors, S, block_size, context_queries)
-        mask = make_mask(mask_mod, B, context_queries + block_queries, S + block_queries, ids.device,
-                         batch.features.dtype)
+        mask = make_mask(mask_mod, B, context_queries + Q, S + Q, ids.device, batch.features.dtype)
         hidden = self(batch.features, target.model.embed_tokens(ids.flatten(1)),
-                      torch.cat((context, positions.flatten(1)), 1), mask)       # (B, N * block_size, C)
+                      torch.cat((context, positions.flatten(1)), 1), mask)       # (B, Q, C), Q = N * block_size
         hidden = hidden.unflatten(1, ids.shape[1:])[:, :, 1:]                   # slot 0, the anchor, is given
         labels, weight = batch.labels(positions[:, :, 1:].flatten(1)), weight[:, :, 1:].flatten()
         losses = token_losses(target.logits, target, hidden.flatten(0, 2), labels.flatten(0, 1), chunk)
@@ -187,7 +183,7 @@ class DFlashDrafter(Drafter):
             theirs = theirs.state_dict()
             for name, parameter in layer.named_parameters():
                 value = theirs.get(name, parameter).to(parameter)
-                # EAGLE-3's q, k, v are wider, for the embedding: there they start small.
+                # Columns that read more than the target's (EAGLE-3's: embeddings) come first and start small.
                 small = 0.1 * parameter[..., value.shape[-1]:]
                 parameter.copy_(torch.cat((small, value), -1))
         self.norm.weight.copy_(target.model.norm.weight)
@@ -246,15 +242,13 @@ def draft_tree(anchor, guesses, budget):
     top, tokens = guesses.topk(K)                                                # (B, S, K)
     log_p = top.log()
     # All prefixes, shorter ones first: their scores, and K * their parent's place + their last token's rank.
-    level, first = log_p.new_zeros(len(anchor), 1), 0
-    scores, origins = [level], [torch.zeros_like(anchor)]
+    scores, origins = [log_p.new_zeros(len(anchor), 1)], [torch.zeros_like(anchor)]
     for slot in range(log_p.shape[1]):
-        longer = (level[:, :, None] + log_p[:, slot, None]).flatten(1)           # (B, prefixes * K)
-        parents = level.shape[1]
-        level, choice = longer.topk(min(budget - 1, longer.shape[1]))
-        scores.append(level)
-        origins.append(choice + first * K)
-        first += parents
+        first_parent = sum(level.shape[1] for level in scores[:-1])
+        longer = (scores[-1][:, :, None] + log_p[:, slot, None]).flatten(1)      # (B, parents * K)
+        score, choice = longer.topk(min(budget - 1, longer.shape[1]))
+        scores.append(score)
+        origins.append(choice + first_parent * K)
     # A child is no likelier than its parent, and a stable sort leaves equal ones in order: parents come
     # first, and none is missing.
     score, order = torch.cat(scores, 1).sort(dim=1, descending=True, stable=True)
@@ -327,8 +321,7 @@ def training_blocks(batch, block_size, mask_token_id, gamma):
     inside = positions.flatten(1).clamp(max=batch.ids.shape[1] - 1)
     counts = batch.trainable.gather(1, inside).view_as(positions) & (positions < batch.ids.shape[1])
     given = batch.revealed & counts | (slot == 0)                                # slot 0 is the anchor
-    tokens = batch.ids.gather(1, inside).view_as(positions)
-    ids = torch.where(given, tokens, mask_token_id)
+    ids = torch.where(given, batch.ids.gather(1, inside).view_as(positions), mask_token_id)
     weight = torch.exp(-(slot - 1) / gamma) * (counts & batch.valid[:, :, None] & ~given)
     return ids, positions, weight
 
@@ -354,7 +347,7 @@ class BaselineDrafter(Drafter):
     """Drafts in passes of one token, each of which reads the token drafted before. A pass at position t reads
     the token at t + ahead and a hidden state: `fc` of the target's features or, behind the verified text, the
     state that the pass before has left. `step` is a pass, `logits` what it predicts."""
-    in_turn = True
+    in_turn, ahead = True, 0
 
     def read(self, target, text, features, positions, cache):
         """As DFlashDrafter.read."""
@@ -422,10 +415,10 @@ class Eagle3Drafter(BaselineDrafter, DFlashDrafter):
         t + 2 + j; the step weighs 0.8**j. The first step is taken from every position, the others, of which
         each sees the first one's keys and those of its own chain, from the anchors' predecessors only. Result
         as `DFlashDrafter.loss`."""
-        (B, S), block_size, device = batch.ids.shape, self.config.block_size, batch.ids.device
+        S, block_size, device = batch.ids.shape[1], self.config.block_size, batch.ids.device
         # Chains run past the end of the text, where nothing is trainable.
         text, trainable = (F.pad(x, (0, block_size)) for x in (batch.ids, batch.trainable))
-        start, counts = torch.arange(S, device=device).expand(B, S), torch.ones_like(batch.trainable)
+        start, counts = torch.arange(S, device=device).expand_as(batch.ids), torch.ones_like(batch.trainable)
         hidden, mask_mod, cache = self.fc(batch.features).to(self.dtype), causal(start), StepCache()
         total, weight, all_labelled = 0.0, 0.0, batch.trainable[:, 2:].sum()
         for j in range(block_size - 1):
@@ -445,28 +438,24 @@ class Eagle3Drafter(BaselineDrafter, DFlashDrafter):
         return total, weight
 
 
-class StepCache:
-    """Keys and values of one layer, all steps' in a row, through which gradients flow."""
-
-    def __init__(self):
-        self.steps = []
+class StepCache(list):
+    """A layer's keys and values in training, (B, K, N, D) of each step, through which gradients flow."""
 
     def update(self, layer, k, v):
-        """k, v (B, N, K, D) of a step -> all (B, K, ..., D)"""
-        self.steps.append((k.transpose(1, 2), v.transpose(1, 2)))
-        return [torch.cat(each, 2) for each in zip(*self.steps)]
+        """k, v (B, N, K, D) of a further step -> those of all steps, (B, K, ..., D)"""
+        self.append((k.transpose(1, 2), v.transpose(1, 2)))
+        return [torch.cat(each, 2) for each in zip(*self)]
 
 
 class ARDrafter(BaselineDrafter):
     """The classic draft model: a smaller Transformer of the target's width and vocabulary, with an embedding
-    and a head of its own."""
+    and a head of its own. It has no taps: features and hidden states stay empty, and its passes read tokens
+    only."""
     method, folder, architecture, title = "ar", "ar", "ARDraftModel", "an autoregressive drafter"
-    ahead = 0
 
     def __init__(self, config):
         super().__init__()
-        self.config, self.transformer = config, Transformer(config.layers)
-        self.fc = nn.Identity()                                                  # of no features
+        self.config, self.transformer, self.fc = config, Transformer(config.layers), nn.Identity()
 
     @classmethod
     def for_target(cls, target, *, num_layers=5, block_size=16, chat_options=None, **_):
@@ -544,7 +533,7 @@ class DrafterConfig:
         return cls(layers, block_size, mask, taps, L, injection, chat_options)
 
     def to_dict(self, kind):
-        """For a config.json; what is at its default and no published field is left out."""
+        """For a config.json. Fields of ours that published code does not know stay out at their defaults."""
         own = {name: getattr(self, name) for name in OWN_FIELDS if getattr(self, name) not in ("kv", {})}
         return {**self.layers.to_dict(), "architectures": [kind.architecture], "block_size": self.block_size,
                 "num_target_layers": self.num_target_layers, f"{kind.method}_config": own,

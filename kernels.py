@@ -92,8 +92,7 @@ def dense(mask_mod, B, Q, KV, device, dtype=torch.float32):
     elementwise, so plain broadcasting evaluates them; `create_mask` goes through vmap and costs as much as a
     whole small layer.)"""
     b, q, kv = (torch.arange(n, device=device) for n in (B, Q, KV))
-    head = torch.zeros((), dtype=torch.int64, device=device)
-    visible = mask_mod(b.view(-1, 1, 1, 1), head, q.view(-1, 1), kv)
+    visible = mask_mod(b.view(-1, 1, 1, 1), None, q.view(-1, 1), kv)              # the same for all heads
     return torch.zeros((), dtype=dtype, device=device).where(visible, float("-inf")).expand(B, 1, Q, KV)
 
 
