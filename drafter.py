@@ -67,6 +67,7 @@ class Drafter(nn.Module):
 
 
 class DFlashDrafter(Drafter):
+    """The drafter of the picture above. `draft` (decoding) and `loss` (training) both go through `forward`."""
     method, folder, architecture, title = "dflash", "drafter", "DFlashDraftModel", "a DFlash drafter"
     in_turn = False                                   # all tokens of a block are drafted at once
 
@@ -158,7 +159,7 @@ class DFlashDrafter(Drafter):
         mask_mod = dflash_training(batch.anchors, S, block_size, context_queries)
         mask = make_mask(mask_mod, B, context_queries + Q, S + Q, ids.device, batch.features.dtype)
         hidden = self(batch.features, target.model.embed_tokens(ids.flatten(1)),
-                      torch.cat((context, positions.flatten(1)), 1), mask)       # (B, Q, C), Q = N * block_size
+                      torch.cat((context, positions.flatten(1)), 1), mask)   # (B, Q, C)
         hidden = hidden.unflatten(1, ids.shape[1:])[:, :, 1:]                   # slot 0, the anchor, is given
         labels, weight = batch.labels(positions[:, :, 1:].flatten(1)), weight[:, :, 1:].flatten()
         losses = token_losses(target.logits, target, hidden.flatten(0, 2), labels.flatten(0, 1), chunk)
@@ -346,7 +347,9 @@ def token_losses(head, target, hidden, labels, chunk=2**28):
 class BaselineDrafter(Drafter):
     """Drafts in passes of one token, each of which reads the token drafted before. A pass at position t reads
     the token at t + ahead and a hidden state: `fc` of the target's features or, behind the verified text, the
-    state that the pass before has left. `step` is a pass, `logits` what it predicts."""
+    state that the pass before has left. Each kind has its own two halves of a pass: `step` takes hidden
+    states (B, n, C), ids and positions (B, n), and gives the new hidden states (B, n, C); `logits` gives what
+    these predict, (B, n, V)."""
     in_turn, ahead = True, 0
 
     def read(self, target, text, features, positions, cache):
