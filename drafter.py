@@ -67,7 +67,7 @@ class Drafter(nn.Module):
 
 
 class DFlashDrafter(Drafter):
-    """The drafter of the picture above. `draft` (decoding) and `loss` (training) both go through `forward`."""
+    """The drafter of the picture above; `draft` (decoding) and `loss` (training) go through `forward`."""
     method, folder, architecture, title = "dflash", "drafter", "DFlashDraftModel", "a DFlash drafter"
     in_turn = False                                   # all tokens of a block are drafted at once
 
