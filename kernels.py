@@ -22,9 +22,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 def causal(positions):
     """Query i of row b stands at positions[b, i] and sees every key up to there. positions: (B, Q) int64."""
-    def causal_mask(b, h, q_idx, kv_idx):
-        return kv_idx <= positions[b, q_idx]
-    return causal_mask
+    return lambda b, h, q_idx, kv_idx: kv_idx <= positions[b, q_idx]
 
 
 def tree(start, ancestors):
@@ -42,39 +40,27 @@ def tree(start, ancestors):
 def context_and_block(limit):
     """Drafting: query i of row b sees every key below limit[b, i]. All queries of a block have the same
     limit: the cached context and the whole block, both ways. (With injection "input" the context's positions
-    are queries too, and each sees up to itself.)
-    limit: (B, Q) int64."""
-    def context_and_block_mask(b, h, q_idx, kv_idx):
-        return kv_idx < limit[b, q_idx]
-    return context_and_block_mask
+    are queries too, and each sees up to itself.) limit: (B, Q) int64."""
+    return lambda b, h, q_idx, kv_idx: kv_idx < limit[b, q_idx]
 
 
-def dflash_training(anchors, context_length, block_size):
+def dflash_training(anchors, context_length, block_size, context_queries=0):
     """Training: many blocks of one sequence in one pass (paper, section 4.2).
 
     Keys are [context features 0..context_length-1 | block 0 | block 1 | ...], queries are [block 0 | block 1
     | ...], and block n starts at position anchors[b, n]. A query sees the context BEFORE its anchor, and its
     own block. What decides is the anchor's position, never the block's number: blocks overlap, and an earlier
-    block may reach past a later anchor. anchors: (B, N) int64.
+    block may reach past a later anchor. anchors: (B, N) int64, below context_length.
+
+    context_queries: with injection "input" the positions of the context are queries too, in front of the
+    blocks', and each sees up to itself.
     """
     def dflash_training_mask(b, h, q_idx, kv_idx):
-        block = q_idx // block_size
-        before_anchor = (kv_idx < context_length) & (kv_idx < anchors[b, block])
+        block = (q_idx - context_queries) // block_size                # below 0: a query of the context's own
+        limit = torch.where(block < 0, q_idx + 1, anchors[b, block.clamp(min=0)])
         own_block = (kv_idx >= context_length) & ((kv_idx - context_length) // block_size == block)
-        return before_anchor | own_block
+        return (kv_idx < limit) | own_block
     return dflash_training_mask
-
-
-def input_injection_training(anchors, context_length, block_size):
-    """`dflash_training` where the context goes through the layers too (the drafter's injection "input"): its
-    positions are queries in front of the blocks', and see what stands before them in the text, and
-    themselves."""
-    blocks = dflash_training(anchors, context_length, block_size)
-
-    def input_injection_training_mask(b, h, q_idx, kv_idx):
-        in_blocks = blocks(b, h, (q_idx - context_length).clamp(min=0), kv_idx)
-        return torch.where(q_idx < context_length, kv_idx <= q_idx, in_blocks)
-    return input_injection_training_mask
 
 
 def chains(start, context_length):
@@ -106,8 +92,7 @@ def dense(mask_mod, B, Q, KV, device, dtype=torch.float32):
     elementwise, so plain broadcasting evaluates them; `create_mask` goes through vmap and costs as much as a
     whole small layer.)"""
     b, q, kv = (torch.arange(n, device=device) for n in (B, Q, KV))
-    head = torch.zeros((), dtype=torch.int64, device=device)
-    visible = mask_mod(b.view(-1, 1, 1, 1), head, q.view(-1, 1), kv)
+    visible = mask_mod(b.view(-1, 1, 1, 1), None, q.view(-1, 1), kv)              # the same for all heads
     return torch.zeros((), dtype=dtype, device=device).where(visible, float("-inf")).expand(B, 1, Q, KV)
 
 
@@ -192,11 +177,9 @@ class Stopwatch:
         self.cuda, self.marks = device.type == "cuda", []
 
     def mark(self):
+        self.marks.append(torch.cuda.Event(enable_timing=True) if self.cuda else time.perf_counter())
         if self.cuda:
-            self.marks.append(torch.cuda.Event(enable_timing=True))
             self.marks[-1].record()
-        else:
-            self.marks.append(time.perf_counter())
 
     def cycle(self, i):
         """Cycle i's milliseconds for drafting and for verifying: it has marked its beginning, the end of the
