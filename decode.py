@@ -11,8 +11,8 @@ without drafts: the anchor alone is read, and its successor is the bonus token.
 
 Target and drafter draw with the same noise (see `Sampling` in model.py), a function of seed, row and token
 index. So the text is the target's, token for token, at every temperature and with every way of drafting
-(Daliri, Musco, Suresh, arXiv:2408.07978); in bfloat16 two tokens that are equally likely to the last bit may
-come out either way.
+(Daliri, Musco, Suresh, arXiv:2408.07978). Passes over one token and over many round differently: two tokens
+that are equally likely to the last bits, rare in float32 but not in bfloat16, may come out either way.
 """
 import argparse
 import codecs
@@ -51,15 +51,15 @@ def accept_chain(drafts, draws):
     """A draft is kept if it equals the token that the target itself draws at its place, and all drafts before
     it were kept.
 
-    draws: (B, N), the target's token behind each of drafts.tokens. Returns how many of these are kept, the
-    anchor included (B,).
+    draws: (B, N), the target's token behind each of drafts.tokens. Returns the acceptance length (B,): the
+    drafts kept, and one for the bonus token, which is the draw behind the last of them.
     """
     return 1 + (drafts.tokens[:, 1:] == draws[:, :-1]).cumprod(1).sum(1)
 
 
 def accept_tree(drafts, draws):
-    """The same in a tree, where "before" is "ancestor". -> how many are kept (B,); path (B, N): these in
-    order, then the others."""
+    """The same in a tree, where "before" is "ancestor". -> acceptance length (B,); path (B, N): the anchor
+    and the drafts kept, in order, then the other nodes."""
     right = (drafts.tokens == draws.gather(1, drafts.parent)) | (drafts.depth == 0)
     kept = (right[:, None] | ~drafts.ancestors).all(-1)        # (B, N); siblings differ, so they are one path
     return kept.sum(1), kept.int().argsort(dim=1, descending=True, stable=True)
@@ -73,10 +73,9 @@ class Decoder:
     one piece each, a CUDA graph or compiled code, which later calls of the same shapes use again; otherwise
     they are called as they are.
 
-    Each row advances at its own pace: its text is text[b, :start[b] + 1], and the last token of that, at
-    position start[b], is the anchor: drawn by the target, not yet read by it. A rollback is a start that
-    moves on by less than was read: what lies in the caches from there on is never seen, and the next cycle
-    writes over it.
+    Each row advances at its own pace: its text is text[b, :anchor_at[b] + 1], and the last token of that is
+    the anchor: drawn by the target, not yet read by it. A rollback is an anchor_at that moves on by less than
+    was read: what lies in the caches from there on is never seen, and the next cycle writes over it.
     """
 
     def __init__(self, target, drafter, batch, capacity, block_size, tree_budget, auto, denoise_steps,
@@ -91,13 +90,15 @@ class Decoder:
         zeros = functools.partial(torch.zeros, dtype=torch.int64, device=device)
         self.features = zeros(batch, capacity, len(self.taps) * target.config.hidden_size, dtype=target.dtype)
         self.text = zeros(batch, capacity)
-        self.prompt_length, self.start, self.end = zeros(3, batch)     # a row has finished where start == end
-        self.keys = zeros(batch, 2, dtype=torch.int32)                           # of the rows' noise
+        # A row has finished where anchor_at == last_at.
+        self.prompt_length, self.anchor_at, self.last_at = zeros(3, batch)
+        self.noise_keys = zeros(batch, 2, dtype=torch.int32)
         self.stop_ids = torch.tensor(stop_ids, dtype=torch.int64, device=device)
-        self.kept_log = zeros(capacity + LOOK_EVERY, batch)      # what each cycle has kept of each row; a log
+        self.lengths = zeros(capacity + LOOK_EVERY, batch)           # acceptance lengths, a line a cycle
         self.num_cycles = zeros(1)
         self.auto = Auto(tree_budget or block_size) if auto else None
-        # Cycles between two looks; first calls of a step, which are slower than the others.
+        # Cycles between two looks; calls of a step until it is one piece: on CUDA the first runs as it is and
+        # the second captures, on the CPU the first compiles.
         self.look_every, self.warm_up = (LOOK_EVERY, 2) if device.type == "cuda" else (1, int(compile))
         self.graphs, self.calls = {}, Counter()
 
@@ -105,68 +106,69 @@ class Decoder:
 
     def draft(self):
         """The drafter's block behind each row's anchor, as a chain or a tree."""
-        logits = self.drafter.draft(self.target, self.text, self.features, self.start, self.window,
-                                    self.block_size, self.caches[1], self.guess, self.denoise_steps)
+        logits = self.drafter.draft(self.target, self.text, self.features, self.anchor_at, self.window,
+                                    self.block_size, self.caches[1], self.draw_drafts, self.denoise_steps)
         guesses = self.sampling.guess_probabilities(logits, self.noise(0, self.block_size - 1))    # (B, S, V)
         return propose(self.anchor(), guesses, self.tree_budget)
 
     def verify(self, n):
         """The target reads the anchor and the first n - 1 drafts in one pass, draws its own token behind
         each, and keeps what agrees."""
-        drafts = self.drafts.first(n) if n > 1 else Drafts(self.anchor(), None)
+        drafts = self.drafts.first(n) if n > 1 else Drafts(self.anchor())
         order, is_tree = torch.arange(n, device=self.device), drafts.parent is not None
         depth = drafts.depth if is_tree else order.expand_as(drafts.tokens)      # (B, n)
-        hidden, features = self.target(drafts.tokens, self.start[:, None] + depth, self.caches[0], self.taps,
-                                       tree=(self.start, drafts.ancestors) if is_tree else None)
+        tree = (self.anchor_at, drafts.ancestors) if is_tree else None
+        hidden, features = self.target(
+            drafts.tokens, self.anchor_at[:, None] + depth, self.caches[0], self.taps, tree)
         noise = self.noise(0, min(n, self.block_size))
         if is_tree and noise is not None:
             noise = rows_at(noise, depth)             # a node draws with the noise of the token behind it
         draws = self.sampling.draw(self.target.logits(hidden), noise)            # (B, n)
         if is_tree:
-            num_kept, path = accept_tree(drafts, draws)
-            self.caches[0].move(self.start[:, None] + path, self.start[:, None] + order)
+            length, path = accept_tree(drafts, draws)
+            self.caches[0].move(self.anchor_at[:, None] + path, self.anchor_at[:, None] + order)
             draws, features = draws.gather(1, path), rows_at(features, path)
         else:
-            num_kept = accept_chain(drafts, draws)
-        self.commit(draws, num_kept, features)
+            length = accept_chain(drafts, draws)
+        self.commit(draws, length, features)
 
-    def commit(self, tokens, num_kept, features):
-        """Appends each row's first num_kept (B,) of tokens (B, n): the kept drafts, and behind them the bonus
-        token. start moves past what the target has read of them, and that is the rollback: the rest is never
-        seen again."""
+    def commit(self, tokens, length, features):
+        """Appends each row's first length (B,) of tokens (B, n): the drafts kept, and behind them the bonus
+        token, to which the anchor moves. That is the rollback: what was read behind it is never seen."""
         n = tokens.shape[1]
         order = torch.arange(n, device=self.device)
-        slots = self.start[:, None] + order                                     # (B, n)
-        self.features[torch.arange(len(slots), device=self.device)[:, None], slots] = features
-        self.text.scatter_(1, slots + 1, tokens)
-        stops = (tokens[..., None] == self.stop_ids).any(-1) & (order < num_kept[:, None])
+        positions = self.anchor_at[:, None] + order                              # (B, n)
+        self.features[torch.arange(len(tokens), device=self.device)[:, None], positions] = features
+        self.text.scatter_(1, positions + 1, tokens)
+        stops = (tokens[..., None] == self.stop_ids).any(-1) & (order < length[:, None])
         first_stop = order.where(stops, n).amin(1)                               # (B,), n: none
         # Nothing counts behind a stop token, nor in a row that has finished.
-        num_kept = torch.minimum(num_kept, first_stop + 1).masked_fill(self.start == self.end, 0)
-        self.kept_log.index_copy_(0, self.num_cycles, num_kept[None])
+        length = torch.minimum(length, first_stop + 1).masked_fill(self.anchor_at == self.last_at, 0)
+        self.lengths.index_copy_(0, self.num_cycles, length[None])
         self.num_cycles += 1
-        self.start.copy_(torch.minimum(self.start + num_kept, self.end))
-        self.end.copy_(self.start.where(first_stop < n, self.end))
+        self.anchor_at.copy_(torch.minimum(self.anchor_at + length, self.last_at))
+        self.last_at.copy_(self.anchor_at.where(first_stop < n, self.last_at))
 
     def anchor(self):
-        return self.text.gather(1, self.start[:, None])                         # (B, 1)
+        return self.text.gather(1, self.anchor_at[:, None])                         # (B, 1)
 
-    def noise(self, first, n):
-        """(B, n, V), of the n tokens from the first one behind the anchor on; None at temperature 0."""
+    def noise(self, offset, n):
+        """(B, n, V), of n tokens, the first of them `offset` behind the anchor's successor; None at
+        temperature 0."""
         if self.sampling.temperature > 0:
-            index = self.start - self.prompt_length + 1 + first                 # (B,)
-            index = index[:, None] + torch.arange(n, device=self.device)
-            return exponential_noise(self.keys, index, self.target.config.vocab_size)
+            order = torch.arange(offset + 1, offset + 1 + n, device=self.device)
+            index = (self.anchor_at - self.prompt_length)[:, None] + order       # (B, n)
+            return exponential_noise(self.noise_keys, index, self.target.config.vocab_size)
 
-    def guess(self, logits, slot):
+    def draw_drafts(self, logits, slot):
         """The tokens (B, n) that logits (B, n, V) draft in the slots (counted from 0) from this one on, drawn
-        with the target's noise: for drafters whose next pass reads them."""
+        with the target's noise: for drafters whose next pass reads them (their argument `sample`)."""
         return self.sampling.draw(logits, self.noise(slot, logits.shape[1]))
 
     def read(self):
         """The drafter reads its last block of context, where plain cycles follow each other and `draft` can't
         read more than that."""
-        positions = last_positions(self.start, self.block_size)
+        positions = last_positions(self.anchor_at, self.block_size)
         self.drafter.read(self.target, self.text, self.features, positions, self.caches[1])
 
     # -- the host's part
@@ -179,9 +181,9 @@ class Decoder:
         width = padded.shape[1]
         self.text[:, :width] = padded
         self.prompt_length.copy_(torch.tensor([len(prompt) for prompt in prompts]))
-        self.start.copy_(self.prompt_length - 1)
-        self.end.copy_(self.start + max_new_tokens)
-        self.keys.copy_(keys)
+        self.anchor_at.copy_(self.prompt_length - 1)
+        self.last_at.copy_(self.anchor_at + max_new_tokens)
+        self.noise_keys.copy_(keys)
         at_end = 0
         for begin in range(0, width, PREFILL):
             end = min(begin + PREFILL, width)
@@ -191,19 +193,21 @@ class Decoder:
             self.features[:, begin:end] = features
             if self.drafter:
                 self.drafter.read(self.target, self.text, self.features, positions, self.caches[1])
-            is_last = (positions == self.start[:, None])[..., None]             # (B, end - begin, 1)
+            is_last = (positions == self.anchor_at[:, None])[..., None]             # (B, end - begin, 1)
             at_end = at_end + hidden.where(is_last, 0).sum(1, keepdim=True)      # (B, 1, C)
         first = self.sampling.draw(self.target.logits(at_end), self.noise(0, 1))    # (B, 1)
-        self.commit(first, torch.ones_like(self.start), rows_at(self.features, self.start[:, None]))
+        self.commit(first, torch.ones_like(self.anchor_at), rows_at(self.features, self.anchor_at[:, None]))
         self.num_cycles.zero_()                                         # the first token belongs to no cycle
-        # Of each cycle: times, tokens read, tokens kept of each row; and which called a step the first time.
-        self.watch, self.sizes, self.history, self.cold = Stopwatch(self.device), [], [], set()
-        # The slowest row; upper bounds of the rows' start, and of what the drafter has not read.
-        self.slowest, self.longest, self.unread = 0, width, 1
+        # Of each cycle: times, tokens read, acceptance lengths; and which cycles compiled or captured a step.
+        self.watch, self.sizes, self.history, self.untimed = Stopwatch(self.device), [], [], set()
+        self.slowest = 0                        # the row that `auto` looks at
+        # Upper bounds: of anchor_at; of the positions before it that the drafter has not read (the prompt's
+        # last is one, since EAGLE-3 reads a position together with the token behind it).
+        self.longest, self.unread = width, 1
 
     def cycle(self, looking):
-        """Draft, verify, accept, commit. looking: may the host wait for the drafts, to choose how many are
-        read?"""
+        """Draft, then verify, which accepts and commits. looking: may the host wait for the drafts, to choose
+        how many are read?"""
         auto, n = self.auto, 1
         self.set_kv_len(self.longest + max(self.block_size, self.tree_budget or 0))
         self.watch.mark()
@@ -211,7 +215,7 @@ class Decoder:
             self.window = self.block_size if self.compile else self.unread
             self.drafts, self.unread = self.step(self.draft), 0
             if auto and looking:
-                self.slowest = int((self.end - self.start).argmax())     # the row that all others wait for
+                self.slowest = int((self.last_at - self.anchor_at).argmax())     # all others wait for it
                 auto.choose(self.drafts.probability[self.slowest].tolist())
             n = auto.size if auto else self.drafts.tokens.shape[1]
         elif self.drafter and self.compile and self.unread >= self.block_size:
@@ -230,7 +234,7 @@ class Decoder:
         key = function.__name__, *args
         self.calls[key] += 1
         if self.calls[key] <= self.warm_up:
-            self.cold.add(len(self.sizes))
+            self.untimed.add(len(self.sizes))
         if not self.compile or self.calls[key] < self.warm_up:
             return function(*args)
         if key not in self.graphs:
@@ -246,16 +250,18 @@ class Decoder:
     def look(self):
         """The host waits for the device, and learns what the cycles since the last look have kept. Returns
         whether all rows have ended."""
-        for kept in self.kept_log[len(self.history):len(self.sizes)].tolist():
-            i = len(self.history)
-            self.history.append(kept)
-            if self.auto and any(kept):                                       # not behind the end of all rows
-                ms = None if i in self.cold else sum(self.watch.cycle(i))
-                self.auto.update(self.sizes[i], ms, max(1, kept[self.slowest]))
-        if self.sizes:                                     # of the last cycle: what it did, not what it could
-            self.unread += max(1, *self.history[-1]) - min(self.sizes[-1], self.block_size)
-        self.longest = int(self.start.max())
-        return bool((self.start == self.end).all())
+        new = self.lengths[len(self.history):len(self.sizes)].tolist()
+        for i, lengths in enumerate(new, len(self.history)):
+            self.history.append(lengths)
+            if self.auto and any(lengths):                                    # not behind the end of all rows
+                ms = None if i in self.untimed else sum(self.watch.cycle(i))
+                self.auto.update(self.sizes[i], ms, lengths[self.slowest] or max(lengths))
+        if new:                         # what the last cycle kept, in place of what it could keep at most
+            self.unread += max(1, *new[-1]) - min(self.sizes[-1], self.block_size)
+            if self.auto and self.sizes[-1] > 1:
+                self.auto.decide()
+        self.longest = int(self.anchor_at.max())
+        return bool((self.anchor_at == self.last_at).all())
 
     @property
     def nbytes(self):
@@ -273,12 +279,14 @@ class Auto:
     """
 
     def __init__(self, most):
-        self.sizes = [n for n in (2, 4, 8, 16, 32) if n < most] + [most]
+        self.sizes = [2**k for k in range(1, 16) if 2**k < most] + [most]
         self.ratios = {n: deque(maxlen=9) for n in self.sizes}                # measured costs, draft included
-        self.power = 1.0                                            # of a probability, to be right on average
-        self.lost, self.looks = 0.0, 0           # plain cycles that a cycle with drafts loses: moving average
-        self.plain_cycles, self.patience = 2, 8           # before the next draft; after it, for each one lost
-        self.size = self.before = None                  # chosen; the cycle before (tokens read, milliseconds)
+        self.power = 1.0                        # of a probability, to be right on average
+        self.lost, self.looks = 0.0, 0          # what cycles with drafts lose, in plain cycles; of how many
+        self.plain_cycles = 2                   # still to run before the next draft; at first, to time them
+        self.patience = 8                       # plain cycles for each one lost; grows while drafts lose
+        self.size = None                        # chosen
+        self.before = None                      # the cycle before: tokens read, milliseconds
 
     def cost(self, n):
         """In plain cycles: the measured one, but no more than a larger size's; unmeasured, between those
@@ -300,30 +308,30 @@ class Auto:
         self.size = max(worth, key=worth.get)
         self.expected = expected[self.size - 1]
 
-    def update(self, n, ms, kept):
-        """What a cycle took (None: it was a first call, or compiled) and how many tokens it kept."""
-        if ms:
-            if self.before and self.before[0] != n:
-                m, ms_before = self.before
-                if n == 1:
-                    self.ratios[m].append(ms_before / ms)
-                else:
-                    self.ratios[n].append(ms / ms_before * (1.0 if m == 1 else self.cost(m)))
-            self.before = n, ms
-        if n == 1:
-            self.plain_cycles -= 1
-            return
-        self.looks += 1
-        self.power *= math.exp((self.expected - kept) / min(self.looks, 20))
-        self.power = min(max(self.power, 0.1), 100.0)
-        lost = self.cost(n) - (self.expected + kept) / 2     # what it gave tells as much as what was expected
-        self.lost += max(0.2, 1 / self.looks) * (lost - self.lost)
+    def update(self, n, ms, length):
+        """What a cycle took (None: it compiled or captured) and how many tokens it kept."""
+        self.plain_cycles -= n == 1
+        if ms and self.before and self.before[0] != n:
+            m, ms_before = self.before
+            if n == 1:
+                self.ratios[m].append(ms_before / ms)
+            else:
+                self.ratios[n].append(ms / ms_before * (1.0 if m == 1 else self.cost(m)))
+        self.before = (n, ms) if ms else None
+        if n > 1:
+            self.looks += 1
+            self.power *= math.exp((self.expected - length) / min(self.looks, 20))
+            self.power = min(max(self.power, 0.1), 100.0)
+            lost = self.cost(n) - (self.expected + length) / 2     # the outcome tells as much as the promise
+            self.lost += max(0.2, 1 / self.looks) * (lost - self.lost)
+
+    def decide(self):
+        """After a look at cycles with drafts: how many plain ones follow?"""
         if self.lost > 0:
             self.plain_cycles = max(1, round(self.patience * self.lost))
             self.patience = min(2 * self.patience, 64)
-            return
-        # A plain cycle now and then measures what one costs.
-        self.plain_cycles, self.patience = int(self.looks % 32 == 0), 8
+        else:                                   # a plain cycle now and then measures what one costs
+            self.plain_cycles, self.patience = int(self.looks % 32 == 0), 8
 
 
 # ---- generation --------------------------------------------------------------------------------------------
@@ -349,17 +357,17 @@ class Generation:
 
 def speculative(target, drafter, prompts, max_new_tokens, **how):
     """Decodes prompts (one list of token ids a row, of any lengths) with drafter and target. The output is
-    that of `autoregressive` with the same seed, token for token (in float32; in lower precision a tie may
-    break either way). Keywords as for `generate`.
+    that of `autoregressive` with the same seed, token for token (but for ties, see above). Keywords as for
+    `generate`.
     Returns a Generation; UserError for bad input."""
     began = time.perf_counter()
     for decoder in generate(target, drafter, prompts, max_new_tokens, **how):
         pass
-    ends = zip(decoder.text.tolist(), decoder.prompt_length.tolist(), decoder.start.tolist())
-    kept_by_row = zip(*decoder.history) if decoder.history else [()] * len(prompts)
+    ends = zip(decoder.text.tolist(), decoder.prompt_length.tolist(), decoder.anchor_at.tolist())
+    lengths_by_row = zip(*decoder.history) if decoder.history else [()] * len(prompts)
     times = [decoder.watch.cycle(i) for i in range(len(decoder.sizes))]
     return Generation(tokens=[text[begin:anchor + 1] for text, begin, anchor in ends],
-                      acceptance_lengths=[[n for n in kept if n] for kept in kept_by_row],
+                      acceptance_lengths=[[n for n in lengths if n] for lengths in lengths_by_row],
                       seconds=time.perf_counter() - began,
                       draft_ms=[draft for (draft, _), n in zip(times, decoder.sizes) if n > 1],
                       verify_ms=[verify for _, verify in times])
@@ -378,7 +386,7 @@ def generate(target, drafter, prompts, max_new_tokens, *, block_size=None, tree_
              temperature=0.0, top_k=None, top_p=None, stop_ids=(), seed=None, compile=None,
              every_cycle=False):
     """The loop: yields the Decoder after the prefill, then whenever the host has looked, until all rows have
-    ended.
+    ended. (The next call of the same shapes uses it again.)
 
     block_size: tokens of a block, anchor included; None: the drafter's; "auto": how many of the drafts are
     read is chosen anew each cycle.
@@ -396,7 +404,9 @@ def generate(target, drafter, prompts, max_new_tokens, *, block_size=None, tree_
     check_prompts(target.config, prompts, max_new_tokens)
     if drafter is not None:
         drafter.check_sizes(block_size, tree_budget, denoise_steps)
-    block = 1 if not drafter else drafter.config.block_size if block_size in (None, "auto") else block_size
+    block = block_size if drafter and block_size not in (None, "auto") else 1
+    if drafter and block_size in (None, "auto"):
+        block = drafter.config.block_size
     if block == 1:
         drafter, block_size, tree_budget = None, 1, None
     compile = target.device.type == "cuda" if compile is None else compile
@@ -562,7 +572,7 @@ def stream(steps, tokenizer, text, stop_ids, show):
     began, printed = time.perf_counter(), 0
     to_text = codecs.getincrementaldecoder("utf-8")("replace")     # a character may be spread over two tokens
     for decoder in steps:
-        new = decoder.text[0, decoder.prompt_length + printed:decoder.start + 1].tolist()
+        new = decoder.text[0, decoder.prompt_length + printed:decoder.anchor_at + 1].tolist()
         accepted = decoder.history[-1][0] - 1 if decoder.history else 0
         parts = [(GREEN, new[:accepted]), (BLUE, new[accepted:])]
         if show and decoder.history and decoder.sizes[-1] > 1 and decoder.drafts.parent is None:
@@ -574,7 +584,7 @@ def stream(steps, tokenizer, text, stop_ids, show):
             print(f"{colour}{piece}{PLAIN}" if show and piece else piece, end="", flush=True)
         printed += len(new)
     print(to_text.decode(b"", final=True))
-    seconds, lengths = time.perf_counter() - began, [kept for (kept,) in decoder.history if kept]
+    seconds, lengths = time.perf_counter() - began, [n for (n,) in decoder.history if n]
     tau = f", tau {statistics.mean(lengths):.2f}" if decoder.drafter and lengths else ""
     print(f"[{printed} tokens in {seconds:.2f} s, {printed / seconds:.0f} a second{tau}]", file=sys.stderr)
 

@@ -97,39 +97,39 @@ class DFlashDrafter(Drafter):
             x = layer(x, rope, mask, cache, context)
         return self.norm(x[:, -block.shape[1]:])
 
-    def inject(self, target, features, context, ids, positions, cache):
-        """A pass with a cache: the features at positions context (B, W) enter it for good, as keys and values
+    def inject(self, target, features, context_at, ids, positions, cache):
+        """A pass with a cache: the features at positions context_at (B, W) enter it for good, as keys and values
         of every layer. Those of the block, tokens ids (B, N) at positions (B, N), lie behind them until the
         next pass writes over them. features: (B, capacity, taps * C). Returns as `forward`."""
-        places = torch.cat((context, positions), 1)                              # (B, W + N)
+        all_at = torch.cat((context_at, positions), 1)                           # (B, W + N)
         # A block sees the whole context, and all of itself
-        limit = places.amax(1, keepdim=True).expand_as(positions) + 1
+        limit = all_at.amax(1, keepdim=True).expand_as(positions) + 1
         if self.config.injection == "input":
-            limit = torch.cat((context + 1, limit), 1)
-        cache.write_at(places)
+            limit = torch.cat((context_at + 1, limit), 1)
+        cache.write_at(all_at)
         mask = make_mask(context_and_block(limit), *limit.shape, cache.kv_len, ids.device, self.dtype)
-        return self(rows_at(features, context), target.model.embed_tokens(ids), places, mask, cache)
+        return self(rows_at(features, context_at), target.model.embed_tokens(ids), all_at, mask, cache)
 
-    def draft(self, target, text, features, start, window, block_size, cache, sample, steps=1):
+    def draft(self, target, text, features, anchor_at, window, block_size, cache, sample, steps=1):
         """Drafts one block a row, in one pass: logits (B, block_size - 1, V) of slots 1, 2, ...
 
         text:     (B, capacity) token ids by position, the anchor's included
         features: (B, capacity, taps * C) by position, the target's of all positions before the anchor's
-        start:    (B,) int64, the anchors' positions
-        window:   how many positions before the anchor are read here; those before them are in the cache.
-                  (Where a row has read some of them before, that changes nothing: no records are needed.)
+        anchor_at: (B,) int64, the anchors' positions
+        window:   how many positions before the anchor are read here; those before them are in the cache. (To
+                  read one again writes the same keys and values: one window serves all rows.)
         cache:    the drafter's KVCache
         sample:   (logits (B, n, V), slot) -> (B, n), the tokens drafted in these slots, counted from 0
         steps:    passes that denoise the block; the paper's drafter takes one
         """
-        context = last_positions(start, window)
-        positions = start[:, None] + torch.arange(block_size, device=start.device)
+        context_at = last_positions(anchor_at, window)
+        positions = anchor_at[:, None] + torch.arange(block_size, device=anchor_at.device)
         ids = torch.full_like(positions, self.config.mask_token_id)
-        ids[:, :1] = text.gather(1, start[:, None])                              # [anchor, MASK, MASK, ...]
+        ids[:, :1] = text.gather(1, anchor_at[:, None])                          # [anchor, MASK, MASK, ...]
         filled, logits = torch.zeros_like(ids[:, 1:], dtype=torch.bool), None    # filled: (B, S)
         steps = min(steps, block_size - 1)                      # a pass that fills no slot changes nothing
         for step in range(1, steps + 1):
-            hidden = self.inject(target, features, context, ids, positions, cache)
+            hidden = self.inject(target, features, context_at, ids, positions, cache)
             drafted = target.logits(hidden[:, 1:])                     # (B, S, V), S = block_size - 1
             logits = drafted if logits is None else torch.where(filled[..., None], logits, drafted)
             if step < steps:                            # the surest slots stay, the rest is drafted again
@@ -192,10 +192,10 @@ class DFlashDrafter(Drafter):
         self.fc.weight.diagonal(self.fc.in_features - self.fc.out_features).add_(1.0)    # of the last tap
 
 
-def last_positions(start, n):
-    """(B, n): the n positions before start (B,). Where the text is shorter, its first position stands in for
+def last_positions(end, n):
+    """(B, n): the n positions before end (B,). Where the text is shorter, its first position stands in for
     those that don't exist."""
-    return (start[:, None] + torch.arange(-n, 0, device=start.device)).clamp(min=0)
+    return (end[:, None] + torch.arange(-n, 0, device=end.device)).clamp(min=0)
 
 
 def rows_at(x, positions):
@@ -209,7 +209,8 @@ class Drafts(NamedTuple):
     """The anchor and the drafts behind it: a chain, in which each has the one before it as parent, or a tree,
     parents before children."""
     tokens: torch.Tensor                     # (B, N) int64, the anchor first
-    probability: torch.Tensor       # (B, N) float32, the drafter's, of all drafts from the anchor to this one
+    # (B, N) float32, the drafter's, of all drafts from the anchor to this one
+    probability: torch.Tensor | None = None
     parent: torch.Tensor | None = None       # trees: (B, N) int64, the node before; the anchor's is itself
     depth: torch.Tensor | None = None        # trees: (B, N) int64, how far behind the anchor
     # Trees: (B, N, N) bool, [b, i, j]: is node j an ancestor of node i, or i itself?
@@ -242,7 +243,8 @@ def draft_tree(anchor, guesses, budget):
     K = min(budget - 1, guesses.shape[2])                                   # tokens to choose from in a slot
     top, tokens = guesses.topk(K)                                                # (B, S, K)
     log_p = top.log()
-    # All prefixes, shorter ones first: their scores, and K * their parent's place + their last token's rank.
+    # All prefixes, shorter ones first: their scores, and in one number K * the parent's place among them + the
+    # rank of the last token in its slot.
     scores, origins = [log_p.new_zeros(len(anchor), 1)], [torch.zeros_like(anchor)]
     for slot in range(log_p.shape[1]):
         first_parent = sum(level.shape[1] for level in scores[:-1])
@@ -357,10 +359,11 @@ class BaselineDrafter(Drafter):
         hidden, ids = self.fc(rows_at(features, positions)), text.gather(1, positions + self.ahead)
         self.step(target, hidden, ids, positions, cache)
 
-    def draft(self, target, text, features, start, window, block_size, cache, sample, steps=1):
+    def draft(self, target, text, features, anchor_at, window, block_size, cache, sample, steps=1):
         """As DFlashDrafter.draft, in block_size - 1 passes. sample: (logits (B, 1, V), slot) -> (B, 1), the
         token drafted in that slot (counted from 0), which the next pass reads."""
-        positions = last_positions(start + 1 - self.ahead, window + 1 - self.ahead)
+        # A pass that reads the token at its own position (ahead = 0) reads the anchor too.
+        positions = last_positions(anchor_at + 1 - self.ahead, window + 1 - self.ahead)
         hidden, ids = self.fc(rows_at(features, positions)), text.gather(1, positions + self.ahead)
         logits = []
         for slot in range(block_size - 1):
@@ -370,7 +373,7 @@ class BaselineDrafter(Drafter):
         return torch.cat(logits, 1)
 
 
-class Eagle3Drafter(BaselineDrafter, DFlashDrafter):
+class Eagle3Drafter(BaselineDrafter, DFlashDrafter):    # modules and files as DFlash, drafting as a baseline
     """EAGLE-3 (Li et al., arXiv:2503.01840): DFlash's modules with one layer, whose position t reads the
     target's feature of t and the embedding of the token at t + 1, and predicts the token at t + 2. Behind the
     verified text its own output takes the feature's place."""

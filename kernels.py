@@ -3,10 +3,10 @@
 A mask is a small function `mask_mod(b, h, q_idx, kv_idx) -> bool` (FlexAttention's own form): may query q of
 row b see key kv? Each is written once, and `make_mask` turns it into what its executor wants:
 
-  many queries on CUDA (training,    a BlockMask, for `torch.compile`d FlexAttention, which skips empty
-  long prompts)                      tiles of 128 x 128
-  few queries (decoding), the CPU    a dense (B, 1, Q, KV) tensor, for scaled_dot_product_attention, and for
-                                     two plain matrix products where gradients are wanted on the CPU
+  many queries on CUDA (training, long prompts): a BlockMask for `torch.compile`d FlexAttention, which skips
+  empty tiles of 128 x 128;
+  few queries (decoding), and the CPU: a dense (B, 1, Q, KV) tensor for scaled_dot_product_attention, or for two
+  plain matrix products where gradients are wanted on the CPU.
 
 `attention` then runs either. Nothing here knows what a model, a token or a file is.
 """
@@ -149,15 +149,15 @@ def compiled(function):
 
 @functools.cache
 def compiled_step(function):
-    """For the CPU: shapes never change, and calls of the library's own operators go straight from C++."""
+    """For the CPU: shapes never change, and between operators (cpp_wrapper) no Python runs."""
     allow_recompiling()
     return torch.compile(function, dynamic=False, options={"cpp_wrapper": True})
 
 
 def as_one(method, *args):
-    """A method of an object with a device, of tensors whose places and shapes never change, as one thing to
-    the host instead of hundreds of operators: on CUDA as a graph, whose result is written to the same place
-    each time, on the CPU as compiled code."""
+    """A method whose tensors (its object's) never change place or shape becomes one launch instead of hundreds
+    of operators: on CUDA a graph, which writes its result to the same tensors each time, on the CPU compiled
+    code."""
     if method.__self__.device.type == "cpu":
         return functools.partial(compiled_step(method.__func__), method.__self__, *args)
     graph = torch.cuda.CUDAGraph()
