@@ -26,7 +26,7 @@ from torch import nn
 from kernels import (attention, causal, chains, context_and_block, dflash_training, input_injection_training,
                      make_mask)
 from model import (DecoderLayer, ModelConfig, RMSNorm, Rope, Transformer, UserError, check, check_fields,
-                   empty, init_weights, load_weights, read_json, read_optional, save_model)
+                   init_weights, load_model, read_json, read_optional, save_model)
 
 
 def default_taps(num_target_layers, taps=5):
@@ -126,9 +126,7 @@ class Drafter(nn.Module):
         """Opens a checkpoint (of DFlash also a published one) for this target, in the target's dtype and on
         its device. UserError says what doesn't fit."""
         config = read_json(Path(path) / "config.json", lambda raw: cls.read_config(raw, target.config))
-        drafter = empty(lambda: cls(config), target.device, target.dtype)
-        load_weights(drafter, path)
-        return drafter.eval()
+        return load_model(lambda: cls(config), path, target.device, target.dtype)
 
     @classmethod
     def read_config(cls, raw, target):

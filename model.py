@@ -156,8 +156,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x):
-        gate, up = self.gate_proj(x), self.up_proj(x)
-        return self.down_proj(F.silu(gate) * up)
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class DecoderLayer(nn.Module):
@@ -235,9 +234,7 @@ class Transformer(nn.Module):
         """Opens a Hugging Face directory: config.json and *.safetensors. dtype None keeps the files' own.
         UserError says what is wrong with it."""
         config = read_json(Path(path) / "config.json", ModelConfig.from_dict)
-        model = empty(lambda: cls(config), device, dtype or stored_dtype(path))
-        load_weights(model, path)
-        return model.eval()
+        return load_model(lambda: cls(config), path, device, dtype)
 
     def save_pretrained(self, path):
         """Writes a directory that transformers' AutoModelForCausalLM opens as is."""
@@ -320,8 +317,7 @@ def stream_keys(seed, rows):
     if seed is None:
         seed = int(np.random.SeedSequence().entropy % 2**63)
     seeds = [(seed, row) for row in range(rows)] if isinstance(seed, (int, np.integer)) else list(seed)
-    if len(seeds) != rows:
-        raise UserError(f"{len(seeds)} seeds for {rows} prompts; give one seed, or one a prompt")
+    check(len(seeds) == rows, "number of seeds", len(seeds), f"give one, or one a prompt ({rows})")
     words = [np.random.SeedSequence(s).generate_state(2, np.uint32) for s in seeds]
     return torch.from_numpy(np.stack(words).view(np.int32))
 
@@ -360,8 +356,7 @@ def check_fields(raw, allowed, prefix=""):
         if callable(good):
             check(good(value), prefix + field, value, "no valid value")
         else:
-            supported = ", ".join(str(each) for each in good if each) or "nothing"
-            check(value in good, prefix + field, value, f"not supported ({supported} is)")
+            check(value in good, prefix + field, value, f"not supported ({json.dumps(good)} are)")
 
 
 def is_count(value):
@@ -419,16 +414,15 @@ class ModelConfig:
     def from_dict(cls, raw):
         """From a config.json's content. UserError names the field and value that are not supported."""
         check_fields(raw, CONFIG_FIELDS)
-        theta, scaling = read_rope(raw)
-        heads = raw["num_attention_heads"]
+        heads, qwen3 = raw["num_attention_heads"], raw["model_type"] == "qwen3"
         # What a file leaves out, as Hugging Face has it for these three.
-        head_dim = 128 if raw["model_type"] == "qwen3" else raw["hidden_size"] // heads
-        left_out = {"num_key_value_heads": heads, "head_dim": head_dim, "tie_word_embeddings": False}
-        raw = {**left_out, **{field: value for field, value in raw.items() if value is not None}}
-        multiple = heads % raw["num_key_value_heads"] == 0
-        check(multiple, "num_attention_heads", heads, "no multiple of num_key_value_heads")
-        raw |= {"rope_theta": theta, "rope_scaling": scaling}
-        return cls(**{field.name: raw[field.name] for field in fields(cls) if field.name in raw})
+        left_out = {"num_key_value_heads": heads, "tie_word_embeddings": False,
+                    "head_dim": 128 if qwen3 else raw["hidden_size"] // heads}
+        found = {field: value for field, value in raw.items() if value is not None}
+        found = left_out | found | read_rope(raw)
+        whole = heads % found["num_key_value_heads"] == 0
+        check(whole, "num_attention_heads", heads, "no multiple of num_key_value_heads")
+        return cls(**{field.name: found[field.name] for field in fields(cls) if field.name in found})
 
     def to_dict(self):
         """For a config.json that old and new transformers, vLLM and SGLang read."""
@@ -439,60 +433,55 @@ class ModelConfig:
 
 
 def read_rope(raw):
-    """(rope_theta, rope_scaling) of a config.json. transformers 5 writes both into rope_parameters; before it
-    they stood apart, and people still add a rope_scaling by hand, which then counts."""
-    asked, thetas = [], []
-    for name in ("rope_scaling", "rope_parameters"):
+    """{"rope_theta", "rope_scaling"} of a config.json. transformers 5 writes both into rope_parameters;
+    before it they stood apart, and people still add a rope_scaling by hand, which then counts."""
+    theta, scaling = raw.get("rope_theta") or ModelConfig.rope_theta, None
+    for name in ("rope_parameters", "rope_scaling"):
         rope = {field: value for field, value in (raw.get(name) or {}).items() if value is not None}
         rope = {"rope_type": rope.pop("type", "default"), **rope}    # "type": the older key
-        for field in rope.keys() - ROPE_FIELDS.keys():
-            check(False, f"{name} field {field}", rope[field])
-        check_fields(rope, ROPE_FIELDS, f"{name} field ")
-        thetas.append(rope.pop("rope_theta", None))
+        unknown = dict.fromkeys(rope.keys() - ROPE_FIELDS.keys(), (None,))
+        needed = dict.fromkeys(LLAMA3_FIELDS if rope["rope_type"] == "llama3" else (), is_positive)
+        check_fields(rope, ROPE_FIELDS | unknown | needed, f"{name} field ")
+        theta = rope.pop("rope_theta", theta)
         if rope["rope_type"] != "default":
-            asked.append(rope)
-    check(asked[1:] in ([], asked[:1]), "rope_scaling", asked, "rope_parameters ask for another one")
-    for field in LLAMA3_FIELDS if asked and asked[0]["rope_type"] == "llama3" else ():
-        check(field in asked[0], "rope_scaling", asked[0], f"lacks {field}")
-    theta = next(filter(None, (*thetas, raw.get("rope_theta"))), ModelConfig.rope_theta)
-    return theta, asked[0] if asked else None
+            check(scaling in (None, rope), name, rope, "rope_parameters ask for another one")
+            scaling = rope
+    return {"rope_theta": theta, "rope_scaling": scaling}
 
 
 def rope_frequencies(config):
     """Inverse frequencies (D/2,) in radians a position, and the factor on cos and sin: plain, llama3, yarn"""
-    D, scaling = config.head_dim, config.rope_scaling or {}
+    D, scaling = config.head_dim, config.rope_scaling
     frequency = config.rope_theta ** (-torch.arange(0, D, 2, dtype=torch.float32, device="cpu") / D)
     if not scaling:
         return frequency, 1.0
-    length = scaling.get("original_max_position_embeddings") or config.max_position_embeddings
-    factor = scaling.get("factor") or config.max_position_embeddings / length
+    length = scaling.get("original_max_position_embeddings", config.max_position_embeddings)
+    factor = scaling.get("factor", config.max_position_embeddings / length)
     if scaling["rope_type"] == "llama3":            # long wavelengths are slowed, short ones stay
         low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
         keep = ((length * frequency / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
         return frequency * (keep + (1 - keep) / factor), 1.0
-
-    # yarn: Peng et al. 2023, arXiv:2309.00071, section 3.2
-    def dimension(rotations):                         # the one that turns this often over the original length
-        return D * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(config.rope_theta))
-    low, high = dimension(scaling.get("beta_fast") or 32), dimension(scaling.get("beta_slow") or 1)
+    # yarn (Peng et al. 2023, arXiv:2309.00071, section 3.2): slowed more and more from the dimension that
+    # turns beta_fast times over the original length to the one that turns beta_slow times.
+    low, high = (D * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(config.rope_theta))
+                 for turns in (scaling.get("beta_fast", 32), scaling.get("beta_slow", 1)))
     if scaling.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, D - 1)
     stretch = ((torch.arange(D // 2, device="cpu") - low) / max(high - low, 0.001)).clamp(0, 1)
-    default = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
-    attention_factor = scaling.get("attention_factor") or default
+    attention_factor = scaling.get("attention_factor", 0.1 * math.log(max(factor, 1)) + 1)
     return frequency * (1 - stretch) + frequency / factor * stretch, attention_factor
 
 
 # ---- files: whole or not at all, never a pickle ------------------------------------------------------------
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}    # safetensors' names
-BROKEN = (SafetensorError, ValueError, LookupError, TypeError, AttributeError, RecursionError, regex.error)
+BROKEN = (SafetensorError, ValueError, LookupError, TypeError, AttributeError, RecursionError, regex.error,
+          jinja2.TemplateError)
 
 
 @contextmanager
-def reading(file):
+def reading(file, problem="broken or truncated"):
     """What goes wrong inside, in a missing, damaged or unsupported file, becomes one line that names it."""
     try:
         yield
@@ -502,22 +491,19 @@ def reading(file):
         raise UserError(f"{file}: cannot be read ({error.strerror or error})") from None
     except BROKEN as error:
         text = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UserError(f"{file}: broken or truncated ({text})") from None
+        raise UserError(f"{file}: {problem} ({text})") from None
 
 
-def read_text(file):
-    """A UTF-8 file's text, without the byte-order mark that some editors write."""
+def read_text(file, convert=str):
+    """convert(a UTF-8 file's text), without the byte-order mark that some editors write. UserError where
+    there is no such file, or convert refuses what it holds."""
     with reading(file):
-        return Path(file).read_text(encoding="utf-8-sig")
+        return convert(Path(file).read_text(encoding="utf-8-sig"))
 
 
 def read_json(file, convert=dict):
-    """convert(a JSON file's object). UserError where there is none, or convert refuses what it holds."""
-    text = read_text(file)
-    with reading(file):
-        value = json.loads(text)
-        check(isinstance(value, dict), "content", value, "no JSON object")
-        return convert(value)
+    """convert(a JSON file's object), as `read_text` does."""
+    return read_text(file, lambda text: convert(json.loads(text)))
 
 
 def read_optional(file):
@@ -539,50 +525,39 @@ def write_json(path, value):
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
-def stored_dtype(path):
-    """The dtype of the first tensor on disk, for dtype=None."""
-    file = min(Path(path).glob("*.safetensors"), default=Path(path) / "model.safetensors")
-    with reading(file), safe_open(file, framework="pt") as tensors:
-        stored = tensors.get_slice(list(tensors.keys())[0]).get_dtype()
-        check(stored in STORED_DTYPES, "dtype", stored)
-        return STORED_DTYPES[stored]
-
-
-def load_weights(module, path):
-    """Fills the module's parameters in place, a tensor at a time, from path/*.safetensors: one file, or
-    shards with an index. UserError where a file is missing or damaged, or holds other parameters than the
-    module's."""
-    index = read_optional(Path(path) / "model.safetensors.index.json")
-    missing = dict(module.named_parameters())
+def load_model(build, path, device, dtype=None):
+    """build(), a module, with the parameters of path/*.safetensors: one file, or shards with an index. dtype
+    None: that of the first one stored. UserError where a file is missing or damaged, or holds other
+    parameters than the module's."""
+    with torch.device("meta"):                         # no memory, no time for weights that are not to stay
+        module = build()
+    path, found = Path(path), {}
+    expected = {key: [*parameter.shape] for key, parameter in module.named_parameters()}
+    index = read_optional(path / "model.safetensors.index.json")
     for name in sorted({*index.get("weight_map", {"": "model.safetensors"}).values()}):
-        with reading(file := Path(path) / name), safe_open(file, framework="pt") as tensors:
+        with reading(path / name), safe_open(path / name, framework="pt") as tensors:
             for key in tensors.keys():
                 # Tied heads, and tables that are computed here, are at times stored too.
-                if key not in missing and (key == "lm_head.weight" or "rotary_emb" in key):
-                    continue
-                check(key in missing, "parameter", key, "no place in the model that config.json describes")
-                stored, parameter = tensors.get_tensor(key), missing.pop(key).data
-                shape, expected = list(stored.shape), list(parameter.shape)
-                check(shape == expected, f"shape of {key}", shape, f"config.json asks for {expected}")
-                parameter.copy_(stored)
-    check(not missing, f"{path}: parameter", min(missing, default=None), "missing; copy the checkpoint again")
+                if key in expected or not (key == "lm_head.weight" or "rotary_emb" in key):
+                    stored = tensors.get_tensor(key)
+                    dtype = dtype or stored.dtype
+                    check(dtype in DTYPES.values(), f"dtype of {key}", dtype)
+                    found[key] = stored.to(device=device, dtype=dtype, copy=True)
+    for key in sorted(expected.keys() | found.keys()):
+        shape = [*found[key].shape] if key in found else "missing"
+        wanted = expected.get(key, "no place for it")
+        check(shape == wanted, f"{path}: shape of {key}", shape, f"config.json has {wanted}")
+    module.load_state_dict(found, assign=True)
+    return module.eval()
 
 
 def save_model(module, path, config):
     """Writes path/model.safetensors and path/config.json; the dtype under its new and its old key."""
     Path(path).mkdir(parents=True, exist_ok=True)
-    state = {name: parameter.detach().contiguous() for name, parameter in module.named_parameters()}
     file = Path(path) / "model.safetensors"
-    atomic_write(file, lambda name: save_file(state, name, metadata={"format": "pt"}))
+    atomic_write(file, lambda name: save_file(module.state_dict(), name, metadata={"format": "pt"}))
     dtype = str(module.dtype).removeprefix("torch.")
     write_json(Path(path) / "config.json", {**config, "dtype": dtype, "torch_dtype": dtype})
-
-
-def empty(build, device, dtype):
-    """Builds a module with uninitialized weights: no time goes into weights that are to be loaded over."""
-    with torch.device("meta"):
-        module = build()
-    return module.to(dtype).to_empty(device=device)
 
 
 # ---- the tokenizer: byte-level BPE, in tokenizer.json's format ---------------------------------------------
