@@ -16,12 +16,11 @@ import os
 import platform
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from unicodedata import normalize
 
-import jinja2.ext
 import jinja2.sandbox
 import numpy as np
 import regex
@@ -383,7 +382,7 @@ CONFIG_FIELDS = {
                      "num_attention_heads"), is_count),
     **dict.fromkeys(("num_key_value_heads", "head_dim", "max_position_embeddings"), absent_or(is_count)),
     **dict.fromkeys(("rope_theta", "rms_norm_eps"), absent_or(is_positive)),
-    **dict.fromkeys(("rope_parameters", "rope_scaling"), absent_or(lambda value: type(value) is dict)),
+    **dict.fromkeys(("rope_parameters", "rope_scaling"), lambda value: isinstance(value, dict | None)),
     "layer_types": lambda value: {*(value or ())} <= {"full_attention"},
     "hidden_act": (None, "silu"), "mlp_bias": (None, False), "use_sliding_window": (None, False),
     "partial_rotary_factor": (None, 1), "num_experts": (None, 0), "quantization_config": (None,),
@@ -573,31 +572,41 @@ PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 OTHERS = [b for b in range(256) if b not in PRINTABLE]
 CHAR_BYTE = {chr(b): b for b in PRINTABLE} | {chr(256 + i): b for i, b in enumerate(OTHERS)}
 BYTE_CHAR = {b: c for c, b in CHAR_BYTE.items()}
+# The fields of tokenizer.json's sections that change its ids, and the values that are supported.
 NOTHING = (None, False, 0, "")
-MODEL_FIELDS = {"type": (None, "BPE"), "dropout": NOTHING, "continuing_subword_prefix": NOTHING,
-                "end_of_word_suffix": NOTHING, "byte_fallback": NOTHING}
-ADDED_FIELDS = {"lstrip": NOTHING, "rstrip": NOTHING, "single_word": NOTHING}
+TOKENIZER_FIELDS = {
+    "model": {"type": (None, "BPE"), "dropout": NOTHING, "continuing_subword_prefix": NOTHING,
+              "end_of_word_suffix": NOTHING, "byte_fallback": NOTHING},
+    "normalizer": {"type": ("NFC",)}, "decoder": {"type": ("ByteLevel",)},
+    "pre_tokenizer": {"type": ("Split", "Digits", "ByteLevel"), "behavior": (None, "Isolated", "Removed"),
+                      "add_prefix_space": NOTHING},
+    "added_tokens": {"lstrip": NOTHING, "rstrip": NOTHING, "single_word": NOTHING}}
+
+
+def parts(section):
+    """A section of tokenizer.json as a list: that of a Sequence, of one part, or of none."""
+    if not isinstance(section, dict):
+        return section or []
+    lists = ("normalizers", "pretokenizers", "decoders", "processors")
+    return next((section[name] for name in lists if name in section), [section])
 
 
 def split_patterns(pre):
     """tokenizer.json's pre_tokenizer -> patterns that cut a text into words, one after another."""
-    *splits, last = pre["pretokenizers"] if pre and "pretokenizers" in pre else [pre]
-    check(last and last["type"] == "ByteLevel", "pre_tokenizer", pre, "must end in ByteLevel")
-    check_fields(last, {"add_prefix_space": NOTHING}, "pre_tokenizer ")
+    *splits, last = parts(pre) or [{}]
+    check(last.get("type") == "ByteLevel", "pre_tokenizer", pre, "must end in ByteLevel")
     patterns = []
     for p in splits:
-        check_fields(p, {"type": ("Split", "Digits")}, "pre_tokenizer ")
         if p["type"] == "Digits":
-            pattern, how = r"\p{N}" if p["individual_digits"] else r"\p{N}+", ["Isolated", False]
-        else:
-            pattern = p["pattern"].get("Regex") or regex.escape(p["pattern"]["String"])
-            how = [p["behavior"], p["invert"]]
-        check(how in (["Isolated", False], ["Removed", True]), "pre_tokenizer behavior, invert", how)
+            one_or_all = r"\p{N}" if p["individual_digits"] else r"\p{N}+"
+            p = {"pattern": {"Regex": one_or_all}, "behavior": "Isolated"}
+        pattern = p["pattern"].get("Regex") or regex.escape(p["pattern"]["String"])
         # Empty matches would lose text; {n,m}+ is a nested repeat there but possessive here.
         bad = regex.match(pattern, "") or regex.search(r"(^|\|)\(\?[=!<]|\{\d*,?\d*\}\+", pattern)
         check(not bad, "pre_tokenizer pattern", pattern)
-        # "Isolated" makes words of what lies between the matches too.
-        patterns.append(rf"{pattern}|(?:(?!{pattern})(?s:.))+" if how[0] == "Isolated" else pattern)
+        between = rf"(?:(?!{pattern})(?s:.))+"
+        removed = pattern if p.get("invert") else between
+        patterns.append(removed if p["behavior"] == "Removed" else f"{pattern}|{between}")
     return patterns + ([GPT2_PATTERN] if last.get("use_regex", True) else []) or [r"(?s:.+)"]
 
 
@@ -627,31 +636,28 @@ class Tokenizer:
     special_ids: dict text -> id. chat_options: keywords of the chat template.
     """
 
+    eos_id = property(lambda self: next(iter(self.eos_ids), None))
+
     def __init__(self, data, config=None):
         """data: tokenizer.json as a dict; config: tokenizer_config.json. UserError if unsupported."""
-        self.data, self.config, self.chat_options = data, dict(config or {}), {}
+        self.data, self.config, self.chat_options = data, config or {}, {}
+        for section, allowed in TOKENIZER_FIELDS.items():
+            for part in parts(data.get(section)):
+                check_fields(part, allowed, f"{section}.")
         model, vocab, added = data["model"], data["model"]["vocab"], data.get("added_tokens") or []
-        check_fields(model, MODEL_FIELDS, "model.")
-        check_fields(data.get("decoder") or {"type": "ByteLevel"}, {"type": ("ByteLevel",)}, "decoder ")
-        normalizer = data.get("normalizer")
-        kinds = [n["type"] for n in normalizer.get("normalizers", [normalizer])] if normalizer else []
-        check({*kinds} <= {"NFC"}, "normalizer type", kinds)
-        self.normalize = functools.partial(normalize, "NFC") if kinds else str
-        raw, normalized, ids = {}, {}, dict(vocab)
+        self.normalize = functools.partial(normalize, "NFC") if parts(data.get("normalizer")) else str
+        self.bytes_of = {i: token_bytes(token) for token, i in vocab.items()}
+        ids, raw, normalized, self.special_ids = dict(vocab), {}, {}, {}
         for token in added:                     # looked for in the text as it is, or in the normalized text
             text, i = token["content"], token["id"]
-            check_fields(token, ADDED_FIELDS, f"added_tokens {text} ")
             check(vocab.get(text) in (None, i), f"id of {text}", i, "another in model.vocab")
-            ids[text] = i
-            if token.get("normalized"):
-                normalized[self.normalize(text)] = i
-            else:
-                raw[text] = i
-        self.raw_tokens, self.normalized_tokens = AddedTokens(raw), AddedTokens(normalized)
-        self.special_ids = {token["content"]: token["id"] for token in added if token.get("special")}
-        self.vocab_size = max(ids.values()) + 1
-        self.bytes_of = {i: token_bytes(token) for token, i in vocab.items()}
-        self.bytes_of |= {token["id"]: token["content"].encode() for token in added}
+            ids[text], self.bytes_of[i] = i, text.encode()
+            (normalized if token.get("normalized") else raw)[text] = i
+            if token.get("special"):
+                self.special_ids[text] = i
+        self.raw_tokens = AddedTokens(raw)
+        self.normalized_tokens = AddedTokens({self.normalize(text): i for text, i in normalized.items()})
+        self.vocab_size = max(self.bytes_of) + 1
 
         # tiktoken merges in the order of ranks, which need not be that of ids.
         order = merge_order(model, {token["content"] for token in added})
@@ -661,21 +667,16 @@ class Tokenizer:
         ranks = {token_bytes(token): rank for rank, token in enumerate(order)}
         self.encoding = tiktoken.Encoding("bpe", pat_str="", mergeable_ranks=ranks, special_tokens={})
         self.encode_word = functools.lru_cache(2**16)(self.encode_word)
-        self.read_ends(ids)
+
+        eos, self.bos_id = token_text(self.config.get("eos_token")), None
+        check(eos is None or eos in ids, "tokenizer_config.json eos_token", eos, "not in the vocabulary")
+        self.eos_ids = [ids[eos]] if eos in ids else []
+        for part in parts(data.get("post_processor")):
+            if part["type"] == "TemplateProcessing" and "SpecialToken" in part["single"][0]:
+                self.bos_id = part["special_tokens"][part["single"][0]["SpecialToken"]["id"]]["ids"][0]
         self.chat_template = self.config.get("chat_template")
         if isinstance(self.chat_template, list):                     # several, by name
             self.chat_template = {t["name"]: t["template"] for t in self.chat_template}.get("default")
-
-    def read_ends(self, ids):
-        """The tokens that end a text and stand at its beginning. ids: of all tokens, by their text."""
-        eos = token_text(self.config.get("eos_token"))
-        check(eos is None or eos in ids, "tokenizer_config.json eos_token", eos, "not in the vocabulary")
-        self.eos_id, self.bos_id = ids.get(eos), None
-        self.eos_ids = {self.eos_id} - {None}
-        post = self.data.get("post_processor") or {}
-        for p in post.get("processors", [post]):
-            if p.get("type") == "TemplateProcessing" and "SpecialToken" in p["single"][0]:
-                self.bos_id = p["special_tokens"][p["single"][0]["SpecialToken"]["id"]]["ids"][0]
 
     @classmethod
     def from_pretrained(cls, path):
@@ -683,14 +684,12 @@ class Tokenizer:
         UserError if there is no tokenizer.json, or it is broken or unsupported."""
         path = Path(path)
         config = read_optional(path / "tokenizer_config.json")
-        self = read_json(path / "tokenizer.json", lambda data: cls(data, config))
         if (path / "chat_template.jinja").exists():
-            self.chat_template = read_text(path / "chat_template.jinja")
-        for file in (path / "generation_config.json", path / "config.json"):
-            eos = as_list(read_optional(file).get("eos_token_id"))   # chat models list several
-            check(all(type(i) is int for i in eos), f"{file}: eos_token_id", eos)
-            self.eos_ids |= {*eos}
-            self.eos_id = eos[0] if self.eos_id is None and eos else self.eos_id
+            config["chat_template"] = read_text(path / "chat_template.jinja")
+        self = read_json(path / "tokenizer.json", lambda data: cls(data, config))
+        for name in ("generation_config.json", "config.json"):       # chat models list several
+            self.eos_ids += as_list(read_optional(path / name).get("eos_token_id"))
+        check(all(type(i) is int for i in self.eos_ids), f"{path}: eos_token_id", self.eos_ids)
         return self
 
     @classmethod
@@ -701,24 +700,21 @@ class Tokenizer:
         """
         pairs = [["".join(BYTE_CHAR[b] for b in part) for part in pair] for pair in merges]
         tokens = [BYTE_CHAR[b] for b in range(256)] + ["".join(pair) for pair in pairs]
-        vocab = {token: i for i, token in enumerate(tokens)}
-        flags = dict(add_prefix_space=False, trim_offsets=False, use_regex=False)
-        byte_level = {"type": "ByteLevel", **flags}
+        byte_level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=False, use_regex=False)
         split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
         flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
+        vocab = {token: i for i, token in enumerate(tokens)}
         added = [{"id": len(vocab) + i, "content": token, **flags} for i, token in enumerate(specials)]
-        data = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
-                "normalizer": None, "post_processor": None, "decoder": byte_level,
+        data = {"version": "1.0", "added_tokens": added, "normalizer": None, "decoder": byte_level,
                 "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
-                "model": {"type": "BPE", "byte_fallback": False, "vocab": vocab, "merges": pairs}}
+                "model": {"type": "BPE", "vocab": vocab, "merges": pairs}}
         return cls(data, {"eos_token": specials[0]} if specials else {})
 
     def save_pretrained(self, path):
         """Writes tokenizer.json and tokenizer_config.json; transformers.AutoTokenizer opens them."""
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         config |= self.config
-        if config.get("eos_token") is None and self.eos_id in self.bytes_of:
-            config["eos_token"] = self.decode([self.eos_id])
+        config["eos_token"] = config.get("eos_token") or self.decode([self.eos_id]) or None
         Path(path).mkdir(parents=True, exist_ok=True)
         write_json(Path(path) / "tokenizer.json", self.data)
         write_json(Path(path) / "tokenizer_config.json", config)
@@ -758,21 +754,17 @@ class Tokenizer:
         """[{"role", "content"}, ...] -> the prompt's text up to where the assistant speaks, by the model's
         own template. The assistant's answer at the end is left out: it is to be written anew. UserError where
         the template refuses."""
-        if self.chat_template is None:
-            raise UserError("the target has no chat template; give prompts as text")
+        check(self.chat_template, "chat_template", None, "the target has none; give prompts as text")
         question = [*messages]
         while question and question[-1].get("role") == "assistant":
             question.pop()
             say_once("chats that end in the assistant's answer: the answer is left out, and written anew")
         check(question, "messages", messages, "nothing to answer")
         named = {key: token_text(value) for key, value in self.config.items() if key.endswith("_token")}
-        try:
+        with reading("the target's chat template", "refuses these messages"):
             return compile_template(self.chat_template).render(
                 messages=question, tools=tools, documents=documents, add_generation_prompt=True,
                 **named | self.chat_options)
-        except (jinja2.TemplateError, *BROKEN) as error:
-            text = " ".join(str(error).split())
-            raise UserError(f"the target's chat template refuses these messages: {text}") from None
 
 
 def token_bytes(token):
@@ -800,24 +792,13 @@ def merge_order(model, added):
         known = len(pair) == 2 and {*pair, "".join(pair)} <= vocab.keys()
         check(known, "model.merges", merge, "not two tokens of model.vocab that make a third")
         made["".join(pair)] = None
-    whole = []
-    if model.get("ignore_merges"):                                # a word that is a token counts, made or not
-        whole = vocab.keys() - made.keys() - {*single} - added
-        whole = [token for token in whole if CHAR_BYTE.keys() >= {*token}]
+    # With ignore_merges a word that is a token counts, made or not.
+    rest = vocab.keys() - made.keys() - {*single} - added if model.get("ignore_merges") else ()
+    whole = [token for token in rest if CHAR_BYTE.keys() >= {*token}]
     for token in whole:
         merges = any(token[:i] in vocab and token[i:] in vocab for i in range(1, len(token)))
         check(not merges, "model.vocab", token, "model.merges does not make it, but tiktoken would")
     return [*single, *made, *whole]
-
-
-class GenerationTag(jinja2.ext.Extension):
-    """{% generation %}: transformers' mark for what the assistant says, which is rendered as it is."""
-    tags = {"generation"}
-
-    def parse(self, parser):
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.Scope(body, lineno=line)
 
 
 @functools.cache
@@ -826,9 +807,11 @@ def compile_template(text):
     def raise_exception(message):
         raise jinja2.TemplateError(message)
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationTag])
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
     environment.globals |= {"raise_exception": raise_exception, "strftime_now": time.strftime}
     environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+    # {% generation %}, transformers' mark for what the assistant says, is a scope like any other here.
+    text = regex.sub(r"(\{%[-+]?\s*(?:end)?)generation(?=\s*[-+]?%\})", r"\1with", text)
     return environment.from_string(text)
 
 
@@ -841,26 +824,25 @@ class Entry(dict):
     where = "--data"
 
 
-KINDS = {"messages": list, "prompt": str, "rendered": bool, "text": str, "domain": str}
+ENTRY_FIELDS = {"messages": lambda turns: all(isinstance(turn, dict) for turn in turns or ()),
+                **dict.fromkeys(("prompt", "text", "domain"), lambda value: isinstance(value, str | None)),
+                "rendered": (None, True, False)}
 
 
 def read_entries(file):
     """The entries of a .jsonl or .json file: one a line, or a JSON array. Null columns are dropped.
     UserError names the line (of an array the place in it) of what is no entry."""
-    text, entries = read_text(file), []
-    with reading(file):
-        rows = json.loads(text) if text.lstrip().startswith("[") else text.split("\n")
-    for i, row in enumerate(rows, 1):
+    def split(text):
+        return json.loads(text) if text.lstrip().startswith("[") else text.split("\n")
+    entries = []
+    for i, row in enumerate(read_text(file, split), 1):
         if isinstance(row, str) and not row.strip():
             continue
         with reading(f"{file}:{i}"):
             row = json.loads(row) if isinstance(row, str) else row
             entry = Entry((key, value) for key, value in row.items() if value is not None)
             check({*entry} & {"messages", "prompt", "text"}, "columns", [*row], "no messages, prompt or text")
-            for key in entry.keys() & KINDS.keys():
-                check(isinstance(entry[key], KINDS[key]), key, entry[key], f"no {KINDS[key].__name__}")
-            for turn in entry.get("messages", ()):
-                check(isinstance(turn, dict), "a turn of messages", turn, "no object")
+            check_fields(entry, ENTRY_FIELDS)
         entry.where = f"{file}:{i}"
         entries.append(entry)
     return entries
@@ -872,15 +854,14 @@ def encode_prompt(entry, tokenizer, prompt_tokens, rendered=False):
     in which special tokens count as such. UserError: an empty prompt, or a chat that the template refuses."""
     if "messages" in entry:
         text = tokenizer.render_chat(entry["messages"], entry.get("tools"), entry.get("documents"))
-        ids, bos = tokenizer.encode(text, special=True), []
+        ids = tokenizer.encode(text, special=True)
+    elif "prompt" in entry:
+        ids = tokenizer.encode(entry["prompt"], special=entry.get("rendered", rendered))
     else:
-        text = entry.get("prompt", entry.get("text"))
-        special = "prompt" in entry and entry.get("rendered", rendered)
-        ids, bos = tokenizer.encode(text, special), [tokenizer.bos_id]
-        ids = ids if "prompt" in entry else ids[:prompt_tokens]
-    if not ids:
-        raise UserError("the prompt is empty")
-    return ids if bos in ([], [None], ids[:1]) else bos + ids
+        ids = tokenizer.encode(entry["text"])[:prompt_tokens]
+    check(ids, "prompt", "", "it is empty")
+    whole = "messages" in entry or tokenizer.bos_id in (None, ids[0])
+    return ids if whole else [tokenizer.bos_id, *ids]
 
 
 def encode_entries(entries, tokenizer, prompt_tokens, *, rendered=False, skip_bad=False):
@@ -902,36 +883,33 @@ def encode_entries(entries, tokenizer, prompt_tokens, *, rendered=False, skip_ba
 
 def read_prompts(file, tokenizer, prompt_tokens, per_domain, *, rendered=False, skip_bad=False):
     """{domain: rows of ids}: from a .jsonl or .json file, or from a text, cut into prompts."""
-    domain = Path(file).stem
+    prompts, domain = {}, Path(file).stem
     if str(file).endswith((".jsonl", ".json")):
-        by_domain = {}
-        for entry in read_entries(file):
-            is_text = not entry.keys() & {"messages", "prompt"}
-            if not is_text or len(tokenizer.encode(entry["text"])) >= prompt_tokens:
-                by_domain.setdefault(entry.get("domain", domain), []).append(entry)
-        encode = functools.partial(encode_entries, tokenizer=tokenizer, prompt_tokens=prompt_tokens,
-                                   rendered=rendered, skip_bad=skip_bad)
-        prompts = {domain: [ids for _, ids in encode(entries)] for domain, entries in by_domain.items()}
+        entries = [entry for entry in read_entries(file) if entry.keys() & {"messages", "prompt"}
+                   or len(tokenizer.encode(entry["text"])) >= prompt_tokens]
+        rows = encode_entries(entries, tokenizer, prompt_tokens, rendered=rendered, skip_bad=skip_bad)
+        for entry, ids in rows:
+            prompts.setdefault(entry.get("domain", domain), []).append(ids)
     else:
         ids = tokenizer.encode(read_text(file))
         step = max(prompt_tokens, len(ids) // per_domain)
         starts = range(0, len(ids) - prompt_tokens + 1, step)
-        prompts = {domain: [ids[i:i + prompt_tokens] for i in starts]}
+        prompts[domain] = [ids[i:i + prompt_tokens] for i in starts]
     check(any(prompts.values()), "--prompt-tokens", prompt_tokens, f"no text in {file} has so many tokens")
-    return {domain: rows[:per_domain] for domain, rows in prompts.items() if rows}
+    return {domain: rows[:per_domain] for domain, rows in prompts.items()}
 
 
 def check_prompts(config, prompts, max_new_tokens):
     """Refuses, before any work, prompts (rows of ids) that a model cannot go on with for so long."""
-    most, vocab_size = config.max_position_embeddings, config.vocab_size
+    most = config.max_position_embeddings - max_new_tokens
     check(max_new_tokens >= 1, "max_new_tokens", max_new_tokens, "out of range")
     check(len(prompts), "number of prompts", 0, "no prompts; give at least one")
     for i, prompt in enumerate(prompts):
         check(len(prompt), f"length of prompt {i}", 0, "empty; give at least one token")
-        wrong = [token for token in prompt if not 0 <= token < vocab_size]
-        check(not wrong, f"tokens of prompt {i}", wrong, f"outside the target's vocabulary of {vocab_size}")
-        check(len(prompt) + max_new_tokens <= most, f"length of prompt {i}", len(prompt),
-              f"with {max_new_tokens} new tokens more than the target's max_position_embeddings of {most}")
+        wrong = [token for token in prompt if not 0 <= token < config.vocab_size]
+        check(not wrong, f"tokens of prompt {i}", wrong, f"not in the vocabulary of {config.vocab_size}")
+        check(len(prompt) <= most, f"length of prompt {i}", len(prompt), f"at most {most}: with max_new_tokens "
+              f"= {max_new_tokens} it has to fit into max_position_embeddings = {most + max_new_tokens}")
 
 
 def stop_tokens(target, tokenizer):
@@ -946,19 +924,17 @@ def parse_options(pairs):
     for pair in pairs:
         key, equals, value = pair.partition("=")
         check(key.isidentifier() and equals, "--chat-options", pair, "give KEY=VALUE")
-        try:
+        options[key] = value
+        with suppress(ValueError):
             options[key] = json.loads(value)
-        except ValueError:
-            options[key] = value
     return options
 
 
 def recommended_sampling(path):
     """{"top_k", "top_p"}, those that cut something, as a checkpoint's generation_config.json has them."""
     raw = read_optional(Path(path) / "generation_config.json")
-    top_k, top_p = raw.get("top_k") or 0, raw.get("top_p") or 1
-    found = ({"top_k": top_k} if top_k > 0 else {}) | ({"top_p": top_p} if top_p < 1 else {})
-    return {} if raw.get("do_sample") is False else found
+    cuts = {"top_k": (raw.get("top_k") or 0) > 0, "top_p": (raw.get("top_p") or 1) < 1}
+    return {name: raw[name] for name, cut in cuts.items() if cut and raw.get("do_sample") is not False}
 
 
 def choose_sampling(path, temperatures, top_k=None, top_p=None):
