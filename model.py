@@ -132,9 +132,8 @@ class Attention(nn.Module):
         rope: cos and sin at the positions of source, whose last ones are x's."""
         cos, sin = rope
         first = source.shape[1] - x.shape[1]
-        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
-        k = self.k_proj(source).unflatten(-1, (-1, self.head_dim))
-        v = self.v_proj(source).unflatten(-1, (-1, self.head_dim))
+        q, k, v = self.q_proj(x), self.k_proj(source), self.v_proj(source)
+        q, k, v = (each.unflatten(-1, (-1, self.head_dim)) for each in (q, k, v))
         q = apply_rotary_emb(self.q_norm(q), cos[:, first:], sin[:, first:])
         k = apply_rotary_emb(self.k_norm(k), cos, sin)
         return q.to(v.dtype), k.to(v.dtype), v                   # under autocast norms and angles are float32
@@ -647,20 +646,19 @@ class Tokenizer:
         model, vocab, added = data["model"], data["model"]["vocab"], data.get("added_tokens") or []
         self.normalize = functools.partial(normalize, "NFC") if parts(data.get("normalizer")) else str
         self.bytes_of = {i: token_bytes(token) for token, i in vocab.items()}
-        ids, raw, normalized, self.special_ids = dict(vocab), {}, {}, {}
+        self.special_ids = {token["content"]: token["id"] for token in added if token.get("special")}
+        ids, raw, normalized = dict(vocab), {}, {}
         for token in added:                     # looked for in the text as it is, or in the normalized text
             text, i = token["content"], token["id"]
             check(vocab.get(text) in (None, i), f"id of {text}", i, "another in model.vocab")
             ids[text], self.bytes_of[i] = i, text.encode()
             (normalized if token.get("normalized") else raw)[text] = i
-            if token.get("special"):
-                self.special_ids[text] = i
         self.raw_tokens = AddedTokens(raw)
         self.normalized_tokens = AddedTokens({self.normalize(text): i for text, i in normalized.items()})
         self.vocab_size = max(self.bytes_of) + 1
 
         # tiktoken merges in the order of ranks, which need not be that of ids.
-        order = merge_order(model, {token["content"] for token in added})
+        order = merge_order(model, raw.keys() | normalized.keys())
         self.id_of_rank = [vocab[token] for token in order]
         self.tokenless = bytes(b for char, b in CHAR_BYTE.items() if char not in vocab)
         self.patterns = [regex.compile(pattern) for pattern in split_patterns(data.get("pre_tokenizer"))]
@@ -788,10 +786,10 @@ def merge_order(model, added):
     single = [char for char in CHAR_BYTE if char in vocab]
     check(len(single) == 256 or not model.get("unk_token"), "model.unk_token", model.get("unk_token"))
     for merge in model["merges"]:
-        pair = merge.split(" ") if isinstance(merge, str) else merge
-        known = len(pair) == 2 and {*pair, "".join(pair)} <= vocab.keys()
+        left, right = merge.split(" ") if isinstance(merge, str) else merge
+        known = {left, right, left + right} <= vocab.keys()
         check(known, "model.merges", merge, "not two tokens of model.vocab that make a third")
-        made["".join(pair)] = None
+        made[left + right] = None
     # With ignore_merges a word that is a token counts, made or not.
     rest = vocab.keys() - made.keys() - {*single} - added if model.get("ignore_merges") else ()
     whole = [token for token in rest if CHAR_BYTE.keys() >= {*token}]
@@ -832,10 +830,9 @@ ENTRY_FIELDS = {"messages": lambda turns: all(isinstance(turn, dict) for turn in
 def read_entries(file):
     """The entries of a .jsonl or .json file: one a line, or a JSON array. Null columns are dropped.
     UserError names the line (of an array the place in it) of what is no entry."""
-    def split(text):
-        return json.loads(text) if text.lstrip().startswith("[") else text.split("\n")
+    rows = read_text(file, lambda text: json.loads(text) if text.lstrip()[:1] == "[" else text.split("\n"))
     entries = []
-    for i, row in enumerate(read_text(file, split), 1):
+    for i, row in enumerate(rows, 1):
         if isinstance(row, str) and not row.strip():
             continue
         with reading(f"{file}:{i}"):
@@ -901,15 +898,14 @@ def read_prompts(file, tokenizer, prompt_tokens, per_domain, *, rendered=False, 
 
 def check_prompts(config, prompts, max_new_tokens):
     """Refuses, before any work, prompts (rows of ids) that a model cannot go on with for so long."""
-    most = config.max_position_embeddings - max_new_tokens
+    most, vocab_size = config.max_position_embeddings, config.vocab_size
     check(max_new_tokens >= 1, "max_new_tokens", max_new_tokens, "out of range")
     check(len(prompts), "number of prompts", 0, "no prompts; give at least one")
     for i, prompt in enumerate(prompts):
-        check(len(prompt), f"length of prompt {i}", 0, "empty; give at least one token")
-        wrong = [token for token in prompt if not 0 <= token < config.vocab_size]
-        check(not wrong, f"tokens of prompt {i}", wrong, f"not in the vocabulary of {config.vocab_size}")
-        check(len(prompt) <= most, f"length of prompt {i}", len(prompt), f"at most {most}: with max_new_tokens "
-              f"= {max_new_tokens} it has to fit into max_position_embeddings = {most + max_new_tokens}")
+        wrong = [token for token in prompt if not 0 <= token < vocab_size]
+        check(not wrong, f"tokens of prompt {i}", wrong, f"outside the target's vocabulary of {vocab_size}")
+        check(0 < len(prompt) <= most - max_new_tokens, f"length of prompt {i}", len(prompt),
+              f"empty, or with {max_new_tokens} new tokens more than max_position_embeddings = {most}")
 
 
 def stop_tokens(target, tokenizer):
