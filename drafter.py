@@ -25,7 +25,7 @@ from torch import nn
 
 from kernels import causal, chains, context_and_block, dflash_training, make_mask
 from model import (DecoderLayer, ModelConfig, RMSNorm, Rope, Transformer, UserError, check, check_fields,
-                   empty, init_weights, is_count, load_weights, read_json, read_optional, save_model)
+                   init_weights, is_count, load_model, read_json, read_optional, save_model)
 
 
 def default_taps(num_target_layers, taps=5):
@@ -56,9 +56,7 @@ class Drafter(nn.Module):
         its device. UserError says what doesn't fit."""
         config = read_json(Path(path) / "config.json",
                            lambda raw: DrafterConfig.from_dict(raw, cls, target.config))
-        drafter = empty(lambda: cls(config), target.device, target.dtype)
-        load_weights(drafter, path)
-        return drafter.eval()
+        return load_model(lambda: cls(config), path, target.device, target.dtype)
 
     def save_pretrained(self, path):
         """Writes the layout that the published code, vLLM (method dflash) and SGLang (algorithm DFLASH) read;
@@ -243,8 +241,8 @@ def draft_tree(anchor, guesses, budget):
     K = min(budget - 1, guesses.shape[2])                                   # tokens to choose from in a slot
     top, tokens = guesses.topk(K)                                                # (B, S, K)
     log_p = top.log()
-    # All prefixes, shorter ones first: their scores, and in one number K * the parent's place among them + the
-    # rank of the last token in its slot.
+    # All prefixes, shorter ones first: their scores, and in one number K * the parent's place among them +
+    # the rank of the last token in its slot.
     scores, origins = [log_p.new_zeros(len(anchor), 1)], [torch.zeros_like(anchor)]
     for slot in range(log_p.shape[1]):
         first_parent = sum(level.shape[1] for level in scores[:-1])
@@ -373,7 +371,7 @@ class BaselineDrafter(Drafter):
         return torch.cat(logits, 1)
 
 
-class Eagle3Drafter(BaselineDrafter, DFlashDrafter):    # modules and files as DFlash, drafting as a baseline
+class Eagle3Drafter(BaselineDrafter, DFlashDrafter):       # modules and files of DFlash, loops of a baseline
     """EAGLE-3 (Li et al., arXiv:2503.01840): DFlash's modules with one layer, whose position t reads the
     target's feature of t and the embedding of the token at t + 1, and predicts the token at t + 2. Behind the
     verified text its own output takes the feature's place."""

@@ -16,12 +16,11 @@ import os
 import platform
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from unicodedata import normalize
 
-import jinja2.ext
 import jinja2.sandbox
 import numpy as np
 import regex
@@ -133,9 +132,8 @@ class Attention(nn.Module):
         rope: cos and sin at the positions of source, whose last ones are x's."""
         cos, sin = rope
         first = source.shape[1] - x.shape[1]
-        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
-        k = self.k_proj(source).unflatten(-1, (-1, self.head_dim))
-        v = self.v_proj(source).unflatten(-1, (-1, self.head_dim))
+        q, k, v = self.q_proj(x), self.k_proj(source), self.v_proj(source)
+        q, k, v = (each.unflatten(-1, (-1, self.head_dim)) for each in (q, k, v))
         q = apply_rotary_emb(self.q_norm(q), cos[:, first:], sin[:, first:])
         k = apply_rotary_emb(self.k_norm(k), cos, sin)
         return q.to(v.dtype), k.to(v.dtype), v                   # under autocast norms and angles are float32
@@ -156,8 +154,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x):
-        gate, up = self.gate_proj(x), self.up_proj(x)
-        return self.down_proj(F.silu(gate) * up)
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class DecoderLayer(nn.Module):
@@ -235,9 +232,7 @@ class Transformer(nn.Module):
         """Opens a Hugging Face directory: config.json and *.safetensors. dtype None keeps the files' own.
         UserError says what is wrong with it."""
         config = read_json(Path(path) / "config.json", ModelConfig.from_dict)
-        model = empty(lambda: cls(config), device, dtype or stored_dtype(path))
-        load_weights(model, path)
-        return model.eval()
+        return load_model(lambda: cls(config), path, device, dtype)
 
     def save_pretrained(self, path):
         """Writes a directory that transformers' AutoModelForCausalLM opens as is."""
@@ -320,8 +315,7 @@ def stream_keys(seed, rows):
     if seed is None:
         seed = int(np.random.SeedSequence().entropy % 2**63)
     seeds = [(seed, row) for row in range(rows)] if isinstance(seed, (int, np.integer)) else list(seed)
-    if len(seeds) != rows:
-        raise UserError(f"{len(seeds)} seeds for {rows} prompts; give one seed, or one a prompt")
+    check(len(seeds) == rows, "number of seeds", len(seeds), f"give one, or one a prompt ({rows})")
     words = [np.random.SeedSequence(s).generate_state(2, np.uint32) for s in seeds]
     return torch.from_numpy(np.stack(words).view(np.int32))
 
@@ -360,8 +354,7 @@ def check_fields(raw, allowed, prefix=""):
         if callable(good):
             check(good(value), prefix + field, value, "no valid value")
         else:
-            supported = ", ".join(str(each) for each in good if each) or "nothing"
-            check(value in good, prefix + field, value, f"not supported ({supported} is)")
+            check(value in good, prefix + field, value, f"not supported ({json.dumps(good)} are)")
 
 
 def is_count(value):
@@ -388,7 +381,7 @@ CONFIG_FIELDS = {
                      "num_attention_heads"), is_count),
     **dict.fromkeys(("num_key_value_heads", "head_dim", "max_position_embeddings"), absent_or(is_count)),
     **dict.fromkeys(("rope_theta", "rms_norm_eps"), absent_or(is_positive)),
-    **dict.fromkeys(("rope_parameters", "rope_scaling"), absent_or(lambda value: type(value) is dict)),
+    **dict.fromkeys(("rope_parameters", "rope_scaling"), lambda value: isinstance(value, dict | None)),
     "layer_types": lambda value: {*(value or ())} <= {"full_attention"},
     "hidden_act": (None, "silu"), "mlp_bias": (None, False), "use_sliding_window": (None, False),
     "partial_rotary_factor": (None, 1), "num_experts": (None, 0), "quantization_config": (None,),
@@ -419,16 +412,15 @@ class ModelConfig:
     def from_dict(cls, raw):
         """From a config.json's content. UserError names the field and value that are not supported."""
         check_fields(raw, CONFIG_FIELDS)
-        theta, scaling = read_rope(raw)
-        heads = raw["num_attention_heads"]
+        heads, qwen3 = raw["num_attention_heads"], raw["model_type"] == "qwen3"
         # What a file leaves out, as Hugging Face has it for these three.
-        head_dim = 128 if raw["model_type"] == "qwen3" else raw["hidden_size"] // heads
-        left_out = {"num_key_value_heads": heads, "head_dim": head_dim, "tie_word_embeddings": False}
-        raw = {**left_out, **{field: value for field, value in raw.items() if value is not None}}
-        multiple = heads % raw["num_key_value_heads"] == 0
-        check(multiple, "num_attention_heads", heads, "no multiple of num_key_value_heads")
-        raw |= {"rope_theta": theta, "rope_scaling": scaling}
-        return cls(**{field.name: raw[field.name] for field in fields(cls) if field.name in raw})
+        left_out = {"num_key_value_heads": heads, "tie_word_embeddings": False,
+                    "head_dim": 128 if qwen3 else raw["hidden_size"] // heads}
+        found = {field: value for field, value in raw.items() if value is not None}
+        found = left_out | found | read_rope(raw)
+        whole = heads % found["num_key_value_heads"] == 0
+        check(whole, "num_attention_heads", heads, "no multiple of num_key_value_heads")
+        return cls(**{field.name: found[field.name] for field in fields(cls) if field.name in found})
 
     def to_dict(self):
         """For a config.json that old and new transformers, vLLM and SGLang read."""
@@ -439,60 +431,55 @@ class ModelConfig:
 
 
 def read_rope(raw):
-    """(rope_theta, rope_scaling) of a config.json. transformers 5 writes both into rope_parameters; before it
-    they stood apart, and people still add a rope_scaling by hand, which then counts."""
-    asked, thetas = [], []
-    for name in ("rope_scaling", "rope_parameters"):
+    """{"rope_theta", "rope_scaling"} of a config.json. transformers 5 writes both into rope_parameters;
+    before it they stood apart, and people still add a rope_scaling by hand, which then counts."""
+    theta, scaling = raw.get("rope_theta") or ModelConfig.rope_theta, None
+    for name in ("rope_parameters", "rope_scaling"):
         rope = {field: value for field, value in (raw.get(name) or {}).items() if value is not None}
         rope = {"rope_type": rope.pop("type", "default"), **rope}    # "type": the older key
-        for field in rope.keys() - ROPE_FIELDS.keys():
-            check(False, f"{name} field {field}", rope[field])
-        check_fields(rope, ROPE_FIELDS, f"{name} field ")
-        thetas.append(rope.pop("rope_theta", None))
+        unknown = dict.fromkeys(rope.keys() - ROPE_FIELDS.keys(), (None,))
+        needed = dict.fromkeys(LLAMA3_FIELDS if rope["rope_type"] == "llama3" else (), is_positive)
+        check_fields(rope, ROPE_FIELDS | unknown | needed, f"{name} field ")
+        theta = rope.pop("rope_theta", theta)
         if rope["rope_type"] != "default":
-            asked.append(rope)
-    check(asked[1:] in ([], asked[:1]), "rope_scaling", asked, "rope_parameters ask for another one")
-    for field in LLAMA3_FIELDS if asked and asked[0]["rope_type"] == "llama3" else ():
-        check(field in asked[0], "rope_scaling", asked[0], f"lacks {field}")
-    theta = next(filter(None, (*thetas, raw.get("rope_theta"))), ModelConfig.rope_theta)
-    return theta, asked[0] if asked else None
+            check(scaling in (None, rope), name, rope, "rope_parameters ask for another one")
+            scaling = rope
+    return {"rope_theta": theta, "rope_scaling": scaling}
 
 
 def rope_frequencies(config):
     """Inverse frequencies (D/2,) in radians a position, and the factor on cos and sin: plain, llama3, yarn"""
-    D, scaling = config.head_dim, config.rope_scaling or {}
+    D, scaling = config.head_dim, config.rope_scaling
     frequency = config.rope_theta ** (-torch.arange(0, D, 2, dtype=torch.float32, device="cpu") / D)
     if not scaling:
         return frequency, 1.0
-    length = scaling.get("original_max_position_embeddings") or config.max_position_embeddings
-    factor = scaling.get("factor") or config.max_position_embeddings / length
+    length = scaling.get("original_max_position_embeddings", config.max_position_embeddings)
+    factor = scaling.get("factor", config.max_position_embeddings / length)
     if scaling["rope_type"] == "llama3":            # long wavelengths are slowed, short ones stay
         low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
         keep = ((length * frequency / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
         return frequency * (keep + (1 - keep) / factor), 1.0
-
-    # yarn: Peng et al. 2023, arXiv:2309.00071, section 3.2
-    def dimension(rotations):                         # the one that turns this often over the original length
-        return D * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(config.rope_theta))
-    low, high = dimension(scaling.get("beta_fast") or 32), dimension(scaling.get("beta_slow") or 1)
+    # yarn (Peng et al. 2023, arXiv:2309.00071, section 3.2): slowed more and more from the dimension that
+    # turns beta_fast times over the original length to the one that turns beta_slow times.
+    low, high = (D * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(config.rope_theta))
+                 for turns in (scaling.get("beta_fast", 32), scaling.get("beta_slow", 1)))
     if scaling.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, D - 1)
     stretch = ((torch.arange(D // 2, device="cpu") - low) / max(high - low, 0.001)).clamp(0, 1)
-    default = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
-    attention_factor = scaling.get("attention_factor") or default
+    attention_factor = scaling.get("attention_factor", 0.1 * math.log(max(factor, 1)) + 1)
     return frequency * (1 - stretch) + frequency / factor * stretch, attention_factor
 
 
 # ---- files: whole or not at all, never a pickle ------------------------------------------------------------
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}    # safetensors' names
-BROKEN = (SafetensorError, ValueError, LookupError, TypeError, AttributeError, RecursionError, regex.error)
+BROKEN = (SafetensorError, ValueError, LookupError, TypeError, AttributeError, RecursionError, regex.error,
+          jinja2.TemplateError)
 
 
 @contextmanager
-def reading(file):
+def reading(file, problem="broken or truncated"):
     """What goes wrong inside, in a missing, damaged or unsupported file, becomes one line that names it."""
     try:
         yield
@@ -502,22 +489,19 @@ def reading(file):
         raise UserError(f"{file}: cannot be read ({error.strerror or error})") from None
     except BROKEN as error:
         text = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UserError(f"{file}: broken or truncated ({text})") from None
+        raise UserError(f"{file}: {problem} ({text})") from None
 
 
-def read_text(file):
-    """A UTF-8 file's text, without the byte-order mark that some editors write."""
+def read_text(file, convert=str):
+    """convert(a UTF-8 file's text), without the byte-order mark that some editors write. UserError where
+    there is no such file, or convert refuses what it holds."""
     with reading(file):
-        return Path(file).read_text(encoding="utf-8-sig")
+        return convert(Path(file).read_text(encoding="utf-8-sig"))
 
 
 def read_json(file, convert=dict):
-    """convert(a JSON file's object). UserError where there is none, or convert refuses what it holds."""
-    text = read_text(file)
-    with reading(file):
-        value = json.loads(text)
-        check(isinstance(value, dict), "content", value, "no JSON object")
-        return convert(value)
+    """convert(a JSON file's object), as `read_text` does."""
+    return read_text(file, lambda text: convert(json.loads(text)))
 
 
 def read_optional(file):
@@ -539,50 +523,39 @@ def write_json(path, value):
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
-def stored_dtype(path):
-    """The dtype of the first tensor on disk, for dtype=None."""
-    file = min(Path(path).glob("*.safetensors"), default=Path(path) / "model.safetensors")
-    with reading(file), safe_open(file, framework="pt") as tensors:
-        stored = tensors.get_slice(list(tensors.keys())[0]).get_dtype()
-        check(stored in STORED_DTYPES, "dtype", stored)
-        return STORED_DTYPES[stored]
-
-
-def load_weights(module, path):
-    """Fills the module's parameters in place, a tensor at a time, from path/*.safetensors: one file, or
-    shards with an index. UserError where a file is missing or damaged, or holds other parameters than the
-    module's."""
-    index = read_optional(Path(path) / "model.safetensors.index.json")
-    missing = dict(module.named_parameters())
+def load_model(build, path, device, dtype=None):
+    """build(), a module, with the parameters of path/*.safetensors: one file, or shards with an index. dtype
+    None: that of the first one stored. UserError where a file is missing or damaged, or holds other
+    parameters than the module's."""
+    with torch.device("meta"):                         # no memory, no time for weights that are not to stay
+        module = build()
+    path, found = Path(path), {}
+    expected = {key: [*parameter.shape] for key, parameter in module.named_parameters()}
+    index = read_optional(path / "model.safetensors.index.json")
     for name in sorted({*index.get("weight_map", {"": "model.safetensors"}).values()}):
-        with reading(file := Path(path) / name), safe_open(file, framework="pt") as tensors:
+        with reading(path / name), safe_open(path / name, framework="pt") as tensors:
             for key in tensors.keys():
                 # Tied heads, and tables that are computed here, are at times stored too.
-                if key not in missing and (key == "lm_head.weight" or "rotary_emb" in key):
-                    continue
-                check(key in missing, "parameter", key, "no place in the model that config.json describes")
-                stored, parameter = tensors.get_tensor(key), missing.pop(key).data
-                shape, expected = list(stored.shape), list(parameter.shape)
-                check(shape == expected, f"shape of {key}", shape, f"config.json asks for {expected}")
-                parameter.copy_(stored)
-    check(not missing, f"{path}: parameter", min(missing, default=None), "missing; copy the checkpoint again")
+                if key in expected or not (key == "lm_head.weight" or "rotary_emb" in key):
+                    stored = tensors.get_tensor(key)
+                    dtype = dtype or stored.dtype
+                    check(dtype in DTYPES.values(), f"dtype of {key}", dtype)
+                    found[key] = stored.to(device=device, dtype=dtype, copy=True)
+    for key in sorted(expected.keys() | found.keys()):
+        shape = [*found[key].shape] if key in found else "missing"
+        wanted = expected.get(key, "no place for it")
+        check(shape == wanted, f"{path}: shape of {key}", shape, f"config.json has {wanted}")
+    module.load_state_dict(found, assign=True)
+    return module.eval()
 
 
 def save_model(module, path, config):
     """Writes path/model.safetensors and path/config.json; the dtype under its new and its old key."""
     Path(path).mkdir(parents=True, exist_ok=True)
-    state = {name: parameter.detach().contiguous() for name, parameter in module.named_parameters()}
     file = Path(path) / "model.safetensors"
-    atomic_write(file, lambda name: save_file(state, name, metadata={"format": "pt"}))
+    atomic_write(file, lambda name: save_file(module.state_dict(), name, metadata={"format": "pt"}))
     dtype = str(module.dtype).removeprefix("torch.")
     write_json(Path(path) / "config.json", {**config, "dtype": dtype, "torch_dtype": dtype})
-
-
-def empty(build, device, dtype):
-    """Builds a module with uninitialized weights: no time goes into weights that are to be loaded over."""
-    with torch.device("meta"):
-        module = build()
-    return module.to(dtype).to_empty(device=device)
 
 
 # ---- the tokenizer: byte-level BPE, in tokenizer.json's format ---------------------------------------------
@@ -598,31 +571,41 @@ PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 OTHERS = [b for b in range(256) if b not in PRINTABLE]
 CHAR_BYTE = {chr(b): b for b in PRINTABLE} | {chr(256 + i): b for i, b in enumerate(OTHERS)}
 BYTE_CHAR = {b: c for c, b in CHAR_BYTE.items()}
+# The fields of tokenizer.json's sections that change its ids, and the values that are supported.
 NOTHING = (None, False, 0, "")
-MODEL_FIELDS = {"type": (None, "BPE"), "dropout": NOTHING, "continuing_subword_prefix": NOTHING,
-                "end_of_word_suffix": NOTHING, "byte_fallback": NOTHING}
-ADDED_FIELDS = {"lstrip": NOTHING, "rstrip": NOTHING, "single_word": NOTHING}
+TOKENIZER_FIELDS = {
+    "model": {"type": (None, "BPE"), "dropout": NOTHING, "continuing_subword_prefix": NOTHING,
+              "end_of_word_suffix": NOTHING, "byte_fallback": NOTHING},
+    "normalizer": {"type": ("NFC",)}, "decoder": {"type": ("ByteLevel",)},
+    "pre_tokenizer": {"type": ("Split", "Digits", "ByteLevel"), "behavior": (None, "Isolated", "Removed"),
+                      "add_prefix_space": NOTHING},
+    "added_tokens": {"lstrip": NOTHING, "rstrip": NOTHING, "single_word": NOTHING}}
+
+
+def parts(section):
+    """A section of tokenizer.json as a list: that of a Sequence, of one part, or of none."""
+    if not isinstance(section, dict):
+        return section or []
+    lists = ("normalizers", "pretokenizers", "decoders", "processors")
+    return next((section[name] for name in lists if name in section), [section])
 
 
 def split_patterns(pre):
     """tokenizer.json's pre_tokenizer -> patterns that cut a text into words, one after another."""
-    *splits, last = pre["pretokenizers"] if pre and "pretokenizers" in pre else [pre]
-    check(last and last["type"] == "ByteLevel", "pre_tokenizer", pre, "must end in ByteLevel")
-    check_fields(last, {"add_prefix_space": NOTHING}, "pre_tokenizer ")
+    *splits, last = parts(pre) or [{}]
+    check(last.get("type") == "ByteLevel", "pre_tokenizer", pre, "must end in ByteLevel")
     patterns = []
     for p in splits:
-        check_fields(p, {"type": ("Split", "Digits")}, "pre_tokenizer ")
         if p["type"] == "Digits":
-            pattern, how = r"\p{N}" if p["individual_digits"] else r"\p{N}+", ["Isolated", False]
-        else:
-            pattern = p["pattern"].get("Regex") or regex.escape(p["pattern"]["String"])
-            how = [p["behavior"], p["invert"]]
-        check(how in (["Isolated", False], ["Removed", True]), "pre_tokenizer behavior, invert", how)
+            one_or_all = r"\p{N}" if p["individual_digits"] else r"\p{N}+"
+            p = {"pattern": {"Regex": one_or_all}, "behavior": "Isolated"}
+        pattern = p["pattern"].get("Regex") or regex.escape(p["pattern"]["String"])
         # Empty matches would lose text; {n,m}+ is a nested repeat there but possessive here.
         bad = regex.match(pattern, "") or regex.search(r"(^|\|)\(\?[=!<]|\{\d*,?\d*\}\+", pattern)
         check(not bad, "pre_tokenizer pattern", pattern)
-        # "Isolated" makes words of what lies between the matches too.
-        patterns.append(rf"{pattern}|(?:(?!{pattern})(?s:.))+" if how[0] == "Isolated" else pattern)
+        between = rf"(?:(?!{pattern})(?s:.))+"
+        removed = pattern if p.get("invert") else between
+        patterns.append(removed if p["behavior"] == "Removed" else f"{pattern}|{between}")
     return patterns + ([GPT2_PATTERN] if last.get("use_regex", True) else []) or [r"(?s:.+)"]
 
 
@@ -652,55 +635,46 @@ class Tokenizer:
     special_ids: dict text -> id. chat_options: keywords of the chat template.
     """
 
+    eos_id = property(lambda self: next(iter(self.eos_ids), None))
+
     def __init__(self, data, config=None):
         """data: tokenizer.json as a dict; config: tokenizer_config.json. UserError if unsupported."""
-        self.data, self.config, self.chat_options = data, dict(config or {}), {}
+        self.data, self.config, self.chat_options = data, config or {}, {}
+        for section, allowed in TOKENIZER_FIELDS.items():
+            for part in parts(data.get(section)):
+                check_fields(part, allowed, f"{section}.")
         model, vocab, added = data["model"], data["model"]["vocab"], data.get("added_tokens") or []
-        check_fields(model, MODEL_FIELDS, "model.")
-        check_fields(data.get("decoder") or {"type": "ByteLevel"}, {"type": ("ByteLevel",)}, "decoder ")
-        normalizer = data.get("normalizer")
-        kinds = [n["type"] for n in normalizer.get("normalizers", [normalizer])] if normalizer else []
-        check({*kinds} <= {"NFC"}, "normalizer type", kinds)
-        self.normalize = functools.partial(normalize, "NFC") if kinds else str
-        raw, normalized, ids = {}, {}, dict(vocab)
+        self.normalize = functools.partial(normalize, "NFC") if parts(data.get("normalizer")) else str
+        self.bytes_of = {i: token_bytes(token) for token, i in vocab.items()}
+        self.special_ids = {token["content"]: token["id"] for token in added if token.get("special")}
+        ids, raw, normalized = dict(vocab), {}, {}
         for token in added:                     # looked for in the text as it is, or in the normalized text
             text, i = token["content"], token["id"]
-            check_fields(token, ADDED_FIELDS, f"added_tokens {text} ")
             check(vocab.get(text) in (None, i), f"id of {text}", i, "another in model.vocab")
-            ids[text] = i
-            if token.get("normalized"):
-                normalized[self.normalize(text)] = i
-            else:
-                raw[text] = i
-        self.raw_tokens, self.normalized_tokens = AddedTokens(raw), AddedTokens(normalized)
-        self.special_ids = {token["content"]: token["id"] for token in added if token.get("special")}
-        self.vocab_size = max(ids.values()) + 1
-        self.bytes_of = {i: token_bytes(token) for token, i in vocab.items()}
-        self.bytes_of |= {token["id"]: token["content"].encode() for token in added}
+            ids[text], self.bytes_of[i] = i, text.encode()
+            (normalized if token.get("normalized") else raw)[text] = i
+        self.raw_tokens = AddedTokens(raw)
+        self.normalized_tokens = AddedTokens({self.normalize(text): i for text, i in normalized.items()})
+        self.vocab_size = max(self.bytes_of) + 1
 
         # tiktoken merges in the order of ranks, which need not be that of ids.
-        order = merge_order(model, {token["content"] for token in added})
+        order = merge_order(model, raw.keys() | normalized.keys())
         self.id_of_rank = [vocab[token] for token in order]
         self.tokenless = bytes(b for char, b in CHAR_BYTE.items() if char not in vocab)
         self.patterns = [regex.compile(pattern) for pattern in split_patterns(data.get("pre_tokenizer"))]
         ranks = {token_bytes(token): rank for rank, token in enumerate(order)}
         self.encoding = tiktoken.Encoding("bpe", pat_str="", mergeable_ranks=ranks, special_tokens={})
         self.encode_word = functools.lru_cache(2**16)(self.encode_word)
-        self.read_ends(ids)
+
+        eos, self.bos_id = token_text(self.config.get("eos_token")), None
+        check(eos is None or eos in ids, "tokenizer_config.json eos_token", eos, "not in the vocabulary")
+        self.eos_ids = [ids[eos]] if eos in ids else []
+        for part in parts(data.get("post_processor")):
+            if part["type"] == "TemplateProcessing" and "SpecialToken" in part["single"][0]:
+                self.bos_id = part["special_tokens"][part["single"][0]["SpecialToken"]["id"]]["ids"][0]
         self.chat_template = self.config.get("chat_template")
         if isinstance(self.chat_template, list):                     # several, by name
             self.chat_template = {t["name"]: t["template"] for t in self.chat_template}.get("default")
-
-    def read_ends(self, ids):
-        """The tokens that end a text and stand at its beginning. ids: of all tokens, by their text."""
-        eos = token_text(self.config.get("eos_token"))
-        check(eos is None or eos in ids, "tokenizer_config.json eos_token", eos, "not in the vocabulary")
-        self.eos_id, self.bos_id = ids.get(eos), None
-        self.eos_ids = {self.eos_id} - {None}
-        post = self.data.get("post_processor") or {}
-        for p in post.get("processors", [post]):
-            if p.get("type") == "TemplateProcessing" and "SpecialToken" in p["single"][0]:
-                self.bos_id = p["special_tokens"][p["single"][0]["SpecialToken"]["id"]]["ids"][0]
 
     @classmethod
     def from_pretrained(cls, path):
@@ -708,14 +682,12 @@ class Tokenizer:
         UserError if there is no tokenizer.json, or it is broken or unsupported."""
         path = Path(path)
         config = read_optional(path / "tokenizer_config.json")
-        self = read_json(path / "tokenizer.json", lambda data: cls(data, config))
         if (path / "chat_template.jinja").exists():
-            self.chat_template = read_text(path / "chat_template.jinja")
-        for file in (path / "generation_config.json", path / "config.json"):
-            eos = as_list(read_optional(file).get("eos_token_id"))   # chat models list several
-            check(all(type(i) is int for i in eos), f"{file}: eos_token_id", eos)
-            self.eos_ids |= {*eos}
-            self.eos_id = eos[0] if self.eos_id is None and eos else self.eos_id
+            config["chat_template"] = read_text(path / "chat_template.jinja")
+        self = read_json(path / "tokenizer.json", lambda data: cls(data, config))
+        for name in ("generation_config.json", "config.json"):       # chat models list several
+            self.eos_ids += as_list(read_optional(path / name).get("eos_token_id"))
+        check(all(type(i) is int for i in self.eos_ids), f"{path}: eos_token_id", self.eos_ids)
         return self
 
     @classmethod
@@ -726,24 +698,21 @@ class Tokenizer:
         """
         pairs = [["".join(BYTE_CHAR[b] for b in part) for part in pair] for pair in merges]
         tokens = [BYTE_CHAR[b] for b in range(256)] + ["".join(pair) for pair in pairs]
-        vocab = {token: i for i, token in enumerate(tokens)}
-        flags = dict(add_prefix_space=False, trim_offsets=False, use_regex=False)
-        byte_level = {"type": "ByteLevel", **flags}
+        byte_level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=False, use_regex=False)
         split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
         flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
+        vocab = {token: i for i, token in enumerate(tokens)}
         added = [{"id": len(vocab) + i, "content": token, **flags} for i, token in enumerate(specials)]
-        data = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
-                "normalizer": None, "post_processor": None, "decoder": byte_level,
+        data = {"version": "1.0", "added_tokens": added, "normalizer": None, "decoder": byte_level,
                 "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
-                "model": {"type": "BPE", "byte_fallback": False, "vocab": vocab, "merges": pairs}}
+                "model": {"type": "BPE", "vocab": vocab, "merges": pairs}}
         return cls(data, {"eos_token": specials[0]} if specials else {})
 
     def save_pretrained(self, path):
         """Writes tokenizer.json and tokenizer_config.json; transformers.AutoTokenizer opens them."""
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         config |= self.config
-        if config.get("eos_token") is None and self.eos_id in self.bytes_of:
-            config["eos_token"] = self.decode([self.eos_id])
+        config["eos_token"] = config.get("eos_token") or self.decode([self.eos_id]) or None
         Path(path).mkdir(parents=True, exist_ok=True)
         write_json(Path(path) / "tokenizer.json", self.data)
         write_json(Path(path) / "tokenizer_config.json", config)
@@ -783,21 +752,17 @@ class Tokenizer:
         """[{"role", "content"}, ...] -> the prompt's text up to where the assistant speaks, by the model's
         own template. The assistant's answer at the end is left out: it is to be written anew. UserError where
         the template refuses."""
-        if self.chat_template is None:
-            raise UserError("the target has no chat template; give prompts as text")
+        check(self.chat_template, "chat_template", None, "the target has none; give prompts as text")
         question = [*messages]
         while question and question[-1].get("role") == "assistant":
             question.pop()
             say_once("chats that end in the assistant's answer: the answer is left out, and written anew")
         check(question, "messages", messages, "nothing to answer")
         named = {key: token_text(value) for key, value in self.config.items() if key.endswith("_token")}
-        try:
+        with reading("the target's chat template", "refuses these messages"):
             return compile_template(self.chat_template).render(
                 messages=question, tools=tools, documents=documents, add_generation_prompt=True,
                 **named | self.chat_options)
-        except (jinja2.TemplateError, *BROKEN) as error:
-            text = " ".join(str(error).split())
-            raise UserError(f"the target's chat template refuses these messages: {text}") from None
 
 
 def token_bytes(token):
@@ -821,28 +786,17 @@ def merge_order(model, added):
     single = [char for char in CHAR_BYTE if char in vocab]
     check(len(single) == 256 or not model.get("unk_token"), "model.unk_token", model.get("unk_token"))
     for merge in model["merges"]:
-        pair = merge.split(" ") if isinstance(merge, str) else merge
-        known = len(pair) == 2 and {*pair, "".join(pair)} <= vocab.keys()
+        left, right = merge.split(" ") if isinstance(merge, str) else merge
+        known = {left, right, left + right} <= vocab.keys()
         check(known, "model.merges", merge, "not two tokens of model.vocab that make a third")
-        made["".join(pair)] = None
-    whole = []
-    if model.get("ignore_merges"):                                # a word that is a token counts, made or not
-        whole = vocab.keys() - made.keys() - {*single} - added
-        whole = [token for token in whole if CHAR_BYTE.keys() >= {*token}]
+        made[left + right] = None
+    # With ignore_merges a word that is a token counts, made or not.
+    rest = vocab.keys() - made.keys() - {*single} - added if model.get("ignore_merges") else ()
+    whole = [token for token in rest if CHAR_BYTE.keys() >= {*token}]
     for token in whole:
         merges = any(token[:i] in vocab and token[i:] in vocab for i in range(1, len(token)))
         check(not merges, "model.vocab", token, "model.merges does not make it, but tiktoken would")
     return [*single, *made, *whole]
-
-
-class GenerationTag(jinja2.ext.Extension):
-    """{% generation %}: transformers' mark for what the assistant says, which is rendered as it is."""
-    tags = {"generation"}
-
-    def parse(self, parser):
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.Scope(body, lineno=line)
 
 
 @functools.cache
@@ -851,9 +805,11 @@ def compile_template(text):
     def raise_exception(message):
         raise jinja2.TemplateError(message)
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationTag])
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
     environment.globals |= {"raise_exception": raise_exception, "strftime_now": time.strftime}
     environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+    # {% generation %}, transformers' mark for what the assistant says, is a scope like any other here.
+    text = regex.sub(r"(\{%[-+]?\s*(?:end)?)generation(?=\s*[-+]?%\})", r"\1with", text)
     return environment.from_string(text)
 
 
@@ -866,15 +822,16 @@ class Entry(dict):
     where = "--data"
 
 
-KINDS = {"messages": list, "prompt": str, "rendered": bool, "text": str, "domain": str}
+ENTRY_FIELDS = {"messages": lambda turns: all(isinstance(turn, dict) for turn in turns or ()),
+                **dict.fromkeys(("prompt", "text", "domain"), lambda value: isinstance(value, str | None)),
+                "rendered": (None, True, False)}
 
 
 def read_entries(file):
     """The entries of a .jsonl or .json file: one a line, or a JSON array. Null columns are dropped.
     UserError names the line (of an array the place in it) of what is no entry."""
-    text, entries = read_text(file), []
-    with reading(file):
-        rows = json.loads(text) if text.lstrip().startswith("[") else text.split("\n")
+    rows = read_text(file, lambda text: json.loads(text) if text.lstrip()[:1] == "[" else text.split("\n"))
+    entries = []
     for i, row in enumerate(rows, 1):
         if isinstance(row, str) and not row.strip():
             continue
@@ -882,10 +839,7 @@ def read_entries(file):
             row = json.loads(row) if isinstance(row, str) else row
             entry = Entry((key, value) for key, value in row.items() if value is not None)
             check({*entry} & {"messages", "prompt", "text"}, "columns", [*row], "no messages, prompt or text")
-            for key in entry.keys() & KINDS.keys():
-                check(isinstance(entry[key], KINDS[key]), key, entry[key], f"no {KINDS[key].__name__}")
-            for turn in entry.get("messages", ()):
-                check(isinstance(turn, dict), "a turn of messages", turn, "no object")
+            check_fields(entry, ENTRY_FIELDS)
         entry.where = f"{file}:{i}"
         entries.append(entry)
     return entries
@@ -897,15 +851,14 @@ def encode_prompt(entry, tokenizer, prompt_tokens, rendered=False):
     in which special tokens count as such. UserError: an empty prompt, or a chat that the template refuses."""
     if "messages" in entry:
         text = tokenizer.render_chat(entry["messages"], entry.get("tools"), entry.get("documents"))
-        ids, bos = tokenizer.encode(text, special=True), []
+        ids = tokenizer.encode(text, special=True)
+    elif "prompt" in entry:
+        ids = tokenizer.encode(entry["prompt"], special=entry.get("rendered", rendered))
     else:
-        text = entry.get("prompt", entry.get("text"))
-        special = "prompt" in entry and entry.get("rendered", rendered)
-        ids, bos = tokenizer.encode(text, special), [tokenizer.bos_id]
-        ids = ids if "prompt" in entry else ids[:prompt_tokens]
-    if not ids:
-        raise UserError("the prompt is empty")
-    return ids if bos in ([], [None], ids[:1]) else bos + ids
+        ids = tokenizer.encode(entry["text"])[:prompt_tokens]
+    check(ids, "prompt", "", "it is empty")
+    whole = "messages" in entry or tokenizer.bos_id in (None, ids[0])
+    return ids if whole else [tokenizer.bos_id, *ids]
 
 
 def encode_entries(entries, tokenizer, prompt_tokens, *, rendered=False, skip_bad=False):
@@ -927,23 +880,20 @@ def encode_entries(entries, tokenizer, prompt_tokens, *, rendered=False, skip_ba
 
 def read_prompts(file, tokenizer, prompt_tokens, per_domain, *, rendered=False, skip_bad=False):
     """{domain: rows of ids}: from a .jsonl or .json file, or from a text, cut into prompts."""
-    domain = Path(file).stem
+    prompts, domain = {}, Path(file).stem
     if str(file).endswith((".jsonl", ".json")):
-        by_domain = {}
-        for entry in read_entries(file):
-            is_text = not entry.keys() & {"messages", "prompt"}
-            if not is_text or len(tokenizer.encode(entry["text"])) >= prompt_tokens:
-                by_domain.setdefault(entry.get("domain", domain), []).append(entry)
-        encode = functools.partial(encode_entries, tokenizer=tokenizer, prompt_tokens=prompt_tokens,
-                                   rendered=rendered, skip_bad=skip_bad)
-        prompts = {domain: [ids for _, ids in encode(entries)] for domain, entries in by_domain.items()}
+        entries = [entry for entry in read_entries(file) if entry.keys() & {"messages", "prompt"}
+                   or len(tokenizer.encode(entry["text"])) >= prompt_tokens]
+        rows = encode_entries(entries, tokenizer, prompt_tokens, rendered=rendered, skip_bad=skip_bad)
+        for entry, ids in rows:
+            prompts.setdefault(entry.get("domain", domain), []).append(ids)
     else:
         ids = tokenizer.encode(read_text(file))
         step = max(prompt_tokens, len(ids) // per_domain)
         starts = range(0, len(ids) - prompt_tokens + 1, step)
-        prompts = {domain: [ids[i:i + prompt_tokens] for i in starts]}
+        prompts[domain] = [ids[i:i + prompt_tokens] for i in starts]
     check(any(prompts.values()), "--prompt-tokens", prompt_tokens, f"no text in {file} has so many tokens")
-    return {domain: rows[:per_domain] for domain, rows in prompts.items() if rows}
+    return {domain: rows[:per_domain] for domain, rows in prompts.items()}
 
 
 def check_prompts(config, prompts, max_new_tokens):
@@ -952,11 +902,10 @@ def check_prompts(config, prompts, max_new_tokens):
     check(max_new_tokens >= 1, "max_new_tokens", max_new_tokens, "out of range")
     check(len(prompts), "number of prompts", 0, "no prompts; give at least one")
     for i, prompt in enumerate(prompts):
-        check(len(prompt), f"length of prompt {i}", 0, "empty; give at least one token")
         wrong = [token for token in prompt if not 0 <= token < vocab_size]
         check(not wrong, f"tokens of prompt {i}", wrong, f"outside the target's vocabulary of {vocab_size}")
-        check(len(prompt) + max_new_tokens <= most, f"length of prompt {i}", len(prompt),
-              f"with {max_new_tokens} new tokens more than the target's max_position_embeddings of {most}")
+        check(0 < len(prompt) <= most - max_new_tokens, f"length of prompt {i}", len(prompt),
+              f"empty, or with {max_new_tokens} new tokens more than max_position_embeddings = {most}")
 
 
 def stop_tokens(target, tokenizer):
@@ -971,19 +920,17 @@ def parse_options(pairs):
     for pair in pairs:
         key, equals, value = pair.partition("=")
         check(key.isidentifier() and equals, "--chat-options", pair, "give KEY=VALUE")
-        try:
+        options[key] = value
+        with suppress(ValueError):
             options[key] = json.loads(value)
-        except ValueError:
-            options[key] = value
     return options
 
 
 def recommended_sampling(path):
     """{"top_k", "top_p"}, those that cut something, as a checkpoint's generation_config.json has them."""
     raw = read_optional(Path(path) / "generation_config.json")
-    top_k, top_p = raw.get("top_k") or 0, raw.get("top_p") or 1
-    found = ({"top_k": top_k} if top_k > 0 else {}) | ({"top_p": top_p} if top_p < 1 else {})
-    return {} if raw.get("do_sample") is False else found
+    cuts = {"top_k": (raw.get("top_k") or 0) > 0, "top_p": (raw.get("top_p") or 1) < 1}
+    return {name: raw[name] for name, cut in cuts.items() if cut and raw.get("do_sample") is not False}
 
 
 def choose_sampling(path, temperatures, top_k=None, top_p=None):
