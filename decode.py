@@ -33,9 +33,10 @@ from tqdm import tqdm
 from drafter import (Drafts, drafter_folders, last_positions, load_drafters, propose, remembered_options,
                      rows_at)
 from kernels import Stopwatch, as_one, has_compiler
-from model import (DTYPES, KVCache, Sampling, Tokenizer, Transformer, UserError, bars, check_prompts,
-                   choose_sampling, device_name, encode_prompt, exponential_noise, find_device, parse_options,
-                   read_optional, read_prompts, run_command, stop_tokens, stream_keys, table, write_json)
+from model import (DTYPES, KVCache, Parser, Sampling, Tokenizer, Transformer, UserError, bars, check_prompts,
+                   choose_sampling, device_name, distinct4, encode_prompt, exponential_noise, find_device,
+                   median, number, parse_options, read_optional, read_prompts, run_command, stop_tokens,
+                   stream_keys, table, write_json)
 
 # Tokens of a prompt that are read at once: the mask, PREFILL x context, should not outgrow a CPU's cache
 PREFILL = 512
@@ -89,6 +90,7 @@ class Decoder:
         self.caches = [KVCache(config, batch, capacity, device, target.dtype) for config in configs]
         zeros = functools.partial(torch.zeros, dtype=torch.int64, device=device)
         self.features = zeros(batch, capacity, len(self.taps) * target.config.hidden_size, dtype=target.dtype)
+        self.nbytes = self.features.nbytes + sum(cache.data.nbytes for cache in self.caches)
         self.text = zeros(batch, capacity)
         # A row has finished where anchor_at == last_at.
         self.prompt_length, self.anchor_at, self.last_at = zeros(3, batch)
@@ -174,7 +176,7 @@ class Decoder:
     # -- the host's part
 
     def prefill(self, prompts, max_new_tokens, keys):
-        """Starts anew: target and drafter read the prompts, the target draws each row's first token. Rows of
+        """Starts anew: target and drafter read the prompts, a plain cycle draws each row's first token. Rows of
         different lengths are padded on the right; causality keeps the padding unseen, and the first cycles
         write over it."""
         padded = pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True)
@@ -184,19 +186,16 @@ class Decoder:
         self.anchor_at.copy_(self.prompt_length - 1)
         self.last_at.copy_(self.anchor_at + max_new_tokens)
         self.noise_keys.copy_(keys)
-        at_end = 0
         for begin in range(0, width, PREFILL):
             end = min(begin + PREFILL, width)
             self.set_kv_len(end)
             positions = torch.arange(begin, end, device=self.device).expand(len(prompts), -1)
-            hidden, features = self.target(self.text[:, begin:end], positions, self.caches[0], self.taps)
+            _, features = self.target(self.text[:, begin:end], positions, self.caches[0], self.taps)
             self.features[:, begin:end] = features
             if self.drafter:
                 self.drafter.read(self.target, self.text, self.features, positions, self.caches[1])
-            is_last = (positions == self.anchor_at[:, None])[..., None]             # (B, end - begin, 1)
-            at_end = at_end + hidden.where(is_last, 0).sum(1, keepdim=True)      # (B, 1, C)
-        first = self.sampling.draw(self.target.logits(at_end), self.noise(0, 1))    # (B, 1)
-        self.commit(first, torch.ones_like(self.anchor_at), rows_at(self.features, self.anchor_at[:, None]))
+        self.set_kv_len(width)
+        self.verify(1)                                  # the last token of each prompt is its first anchor
         self.num_cycles.zero_()                                         # the first token belongs to no cycle
         # Of each cycle: times, tokens read, acceptance lengths; and which cycles compiled or captured a step.
         self.watch, self.sizes, self.history, self.untimed = Stopwatch(self.device), [], [], set()
@@ -262,10 +261,6 @@ class Decoder:
                 self.auto.decide()
         self.longest = int(self.anchor_at.max())
         return bool((self.anchor_at == self.last_at).all())
-
-    @property
-    def nbytes(self):
-        return self.features.nbytes + sum(cache.data.nbytes for cache in self.caches)
 
 
 class Auto:
@@ -404,11 +399,10 @@ def generate(target, drafter, prompts, max_new_tokens, *, block_size=None, tree_
     check_prompts(target.config, prompts, max_new_tokens)
     if drafter is not None:
         drafter.check_sizes(block_size, tree_budget, denoise_steps)
-    block = block_size if drafter and block_size not in (None, "auto") else 1
-    if drafter and block_size in (None, "auto"):
-        block = drafter.config.block_size
-    if block == 1:
-        drafter, block_size, tree_budget = None, 1, None
+    own = drafter.config.block_size if drafter else 1
+    block = own if block_size in (None, "auto") else block_size
+    if drafter is None or block == 1:
+        drafter, block, block_size, tree_budget = None, 1, 1, None
     compile = target.device.type == "cuda" if compile is None else compile
     if compile and target.device.type == "cpu" and not has_compiler():
         raise UserError("no C++ compiler found, which compile needs on the CPU: install one, or leave it out")
@@ -483,17 +477,6 @@ def summarize(outs, plain):
             "acceptance_lengths": {n: lengths.count(n) for n in sorted(set(lengths))}}
 
 
-def distinct4(rows):
-    """Share of distinct 4-grams within each row, over all rows: 1 where nothing repeats, near 0 where text
-    runs in a loop."""
-    grams = [[tuple(row[i:i + 4]) for i in range(len(row) - 3)] for row in rows]
-    return sum(len(set(row)) for row in grams) / max(1, sum(map(len, grams)))
-
-
-def median(values):
-    return statistics.median(values) if values else None
-
-
 def cycle_ms(target, drafter, prompt, **sizes):
     """Milliseconds of a cycle's draft and of its verification behind this prompt: medians over the cycles of
     64 tokens."""
@@ -563,6 +546,7 @@ def run_benchmark(out, target, drafters, prompts, *, temperatures=(0.0, 1.0), bl
 
 # ---- command line ------------------------------------------------------------------------------------------
 
+COUNT = number(int, 1)
 GREEN, BLUE, GREY, PLAIN = "\033[32m", "\033[1;34m", "\033[9;90m", "\033[0m"
 
 
@@ -590,7 +574,7 @@ def stream(steps, tokenizer, text, stop_ids, show):
 
 
 def parser():
-    p = argparse.ArgumentParser(description="Decode with a target and its DFlash drafter, or benchmark them.")
+    p = Parser(description="Decode with a target and its DFlash drafter, or benchmark them.")
     add = p.add_argument
     add("--out", default="out", help="what train.py left: target/, drafter/, heldout.jsonl (default: out)")
     add("--target", help="folder of the target, instead of OUT/target")
@@ -614,11 +598,11 @@ def parser():
         "read is chosen each cycle (the default; --show: the drafter's own block, as a chain)")
     add("--tree-budget", type=int, metavar="N", help="tokens that the target reads a cycle, as a tree of "
         f"the likeliest drafts; 0: a chain (default: {TREE_BUDGET})")
-    add("--denoise-steps", type=int, default=1, metavar="N", help="passes over a block (default: 1)")
-    add("--max-new-tokens", type=int, default=192, metavar="N", help="of each prompt (default: 192)")
-    add("--prompts", type=int, default=8, metavar="N", help="--bench: prompts a domain (default: 8)")
-    add("--prompt-tokens", type=int, default=64, metavar="N", help="--bench: tokens a prompt (default: 64)")
-    add("--seed", type=int, default=0, metavar="N", help="of the sampling (default: 0)")
+    add("--denoise-steps", type=COUNT, default=1, metavar="N", help="passes over a block (default: 1)")
+    add("--max-new-tokens", type=COUNT, default=192, metavar="N", help="of each prompt (default: 192)")
+    add("--prompts", type=COUNT, default=8, metavar="N", help="--bench: prompts a domain (default: 8)")
+    add("--prompt-tokens", type=COUNT, default=64, metavar="N", help="--bench: tokens a prompt (default: 64)")
+    add("--seed", type=number(int, 0), default=0, metavar="N", help="of the sampling (default: 0)")
     add("--device", help="cpu, cuda, ... (default: cuda where there is one)")
     add("--dtype", choices=DTYPES, help="default: the files' own")
     add("--compile", action=argparse.BooleanOptionalAction, help="a cycle's steps as CUDA graphs (there the "
@@ -632,9 +616,6 @@ def size_or_auto(text):
 
 def main(argv=None):
     args = parser().parse_args(argv)
-    for name, least in (("prompts", 1), ("prompt_tokens", 1), ("max_new_tokens", 1), ("seed", 0)):
-        if (value := getattr(args, name)) < least:
-            raise UserError(f"--{name.replace('_', '-')} {value} is too small: at least {least}")
     out, folder = Path(args.out), args.target or Path(args.out) / "target"
     device, dtype = find_device(args.device), DTYPES.get(args.dtype)
     target = Transformer.from_pretrained(folder, device=device, dtype=dtype)
@@ -658,11 +639,12 @@ def main(argv=None):
                                args.prompts, rendered=args.rendered, skip_bad=args.skip_bad)
         run_benchmark(out, target, drafters, prompts, temperatures=temperatures, sweeping=args.sweep, **how)
         return
-    text = args.prompt.encode("utf-8", "replace").decode()
-    entry = {"messages": [{"role": "user", "content": text}]} if args.chat else {"prompt": text}
+    entry = {"prompt": args.prompt}
+    if args.chat:
+        entry = {"messages": [{"role": "user", "content": args.prompt}]}
     prompt = encode_prompt(entry, tokenizer, None, args.rendered)
     steps = generate(target, drafter, [prompt], temperature=temperatures[0], every_cycle=args.show, **how)
-    stream(steps, tokenizer, "" if args.chat else text, how["stop_ids"], args.show)
+    stream(steps, tokenizer, "" if args.chat else args.prompt, how["stop_ids"], args.show)
 
 
 if __name__ == "__main__":

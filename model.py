@@ -9,11 +9,13 @@ chosen layers.
 Shapes: B rows, Q new tokens a row, C = hidden_size, H heads and K key-value heads of D = head_dim,
 V = vocab_size.
 """
+import argparse
 import functools
 import json
 import math
 import os
 import platform
+import statistics
 import sys
 import time
 from contextlib import contextmanager, suppress
@@ -914,6 +916,23 @@ def stop_tokens(target, tokenizer):
 
 # ---- what the command lines share --------------------------------------------------------------------------
 
+class Parser(argparse.ArgumentParser):
+    """What is wrong with a command line is one line, see `run_command`."""
+
+    def error(self, message):
+        raise UserError(message)
+
+
+def number(kind, least, most=math.inf):
+    """An argparse type: an int or a float in this range."""
+    def number(text):
+        value = kind(text)
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text} is out of range ({least} to {most})")
+        return value
+    return number
+
+
 def parse_options(pairs):
     """["enable_thinking=false", ...] -> {"enable_thinking": False, ...}: JSON where it is JSON, else text."""
     options = {}
@@ -956,6 +975,17 @@ def table(rows):
     lines = [[*rows[0]], *([*row.values()] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines)]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in lines)
+
+
+def median(values):
+    return statistics.median(values) if values else None
+
+
+def distinct4(rows):
+    """Share of distinct 4-grams within each row, over all rows: 1 where nothing repeats, near 0 where text
+    runs in a loop."""
+    grams = [[tuple(row[i:i + 4]) for i in range(len(row) - 3)] for row in rows]
+    return sum(len(set(row)) for row in grams) / max(1, sum(map(len, grams)))
 
 
 def bars(counts):
