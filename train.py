@@ -417,7 +417,7 @@ class Run:
         self.main, self.device, cuda = self.rank == 0, args.device, args.device.type == "cuda"
         if cuda and self.world > 1:
             local, most = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
-            check(local < most, "LOCAL_RANK", local, f"no GPU is left for it: ask torchrun for at most {most}")
+            check(local < most, "LOCAL_RANK", local, f"no GPU is left for it; torchrun can have {most}")
             self.device = torch.device("cuda", local)
         if cuda:
             torch.cuda.set_device(self.device)
@@ -474,9 +474,8 @@ class Run:
         """Is the stage's result in --out? Refuses one made with other settings, and without --resume an
         interrupted one. name: of the result, where a stage has several."""
         name, stages = name or stage, [*SETTINGS]
-        file, fields = self.out / f"{name}.settings.json", []
-        for each in stages[:stages.index(stage) + 1]:
-            fields += SETTINGS[each]
+        file = self.out / f"{name}.settings.json"
+        fields = itertools.chain(*(SETTINGS[each] for each in stages[:stages.index(stage) + 1]))
         settings = json.loads(json.dumps({field: getattr(args, field, None) for field in fields}))
         self.mark = {"done": False, "settings": settings}
         found = read_json(file) if file.exists() else self.mark
@@ -529,9 +528,9 @@ class Run:
         file = self.out / "log.jsonl"
         if self.main and file.exists():
             lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-            steps = [regex.match(rf'{{"stage": "{stage}", "step": (\d+),', line) for line in lines]
-            write_text(file, "".join(line for line, found in zip(lines, steps) if line.endswith("\n")
-                                     and not (found and int(found[1]) > step)))
+            mine = regex.compile(rf'{{"stage": "{stage}", "step": (\d+),')
+            later = lambda line: (found := mine.match(line)) and int(found[1]) > step
+            write_text(file, "".join(line for line in lines if line.endswith("\n") and not later(line)))
 
 
 def read_plan(out):
@@ -656,7 +655,7 @@ def make_text(run, args):
         if run.main:
             tokenizer.save_pretrained(run.out / "target")
             write_lines(run.out / "heldout.jsonl", heldout)
-            print(f"tokenizer: {tokenizer.vocab_size} tokens; {len(texts)} documents, {len(heldout)} held out")
+            print(f"tokenizer: {tokenizer.vocab_size} tokens; {len(texts)} texts, {len(heldout)} held out")
         run.finish("tokenizer")
     return tokenizer, ids, heldout_ids
 
@@ -772,7 +771,7 @@ def measure_claims(run, args, target, tokenizer, responses, corpus):
         here, first = copy.copy(run), run.out / "claims" / f"{name} 0"
         here.out, here.resume = first.with_name(f"{name} {seed}"), True
         here.out.mkdir(parents=True, exist_ok=True)
-        here.plan = read_plan(here.out) or read_plan(first)                      # every seed has as many steps
+        here.plan = read_plan(here.out) or read_plan(first)                     # every seed has as many steps
         here.start_clock(behind="responses")
         if run.main:
             print(f"claims: {name}, seed {seed}", flush=True)
@@ -920,9 +919,10 @@ def parser():
     add("--claims", action="store_true", help="measure the paper's claims over OUT/target: train and "
         "benchmark each variant with 3 seeds, each for the drafter's part of --minutes (hours)")
     for name, kind, *values, text in FLAGS:
-        known = "; ".join(f"{preset} {value}" for preset, value in zip(PRESETS, values) if value is not None)
+        known = [f"{preset} {value}" for preset, value in zip(PRESETS, values) if value is not None]
+        text += f" ({'; '.join(known)})" if known else ""
         nargs = {"temperatures": "+", "target_lr": 2, "drafter_lr": 2}.get(name)
-        add(f"--{name.replace('_', '-')}", type=kind, nargs=nargs, metavar="N", help=f"{text} ({known})")
+        add(f"--{name.replace('_', '-')}", type=kind, nargs=nargs, metavar="N", help=text)
     return p
 
 
