@@ -877,7 +877,7 @@ FLAGS = (    # name, type, what the presets set, help
     ("block_size", number(int, 2), 10, 16, 16, "tokens of a block, anchor included"),
     ("anchors", COUNT, 16, 64, 512, "blocks a sequence"),
     ("draft_batch", ROWS, 16, 16, 8, "sequences a step, over all processes"),
-    ("gamma", number(float, 1e-9), None, None, None, "of the loss over slots (default: paper's); inf: none"),
+    ("gamma", number(float, 1e-9), None, None, None, "decay over slots (default: the paper's); inf: none"),
     ("reveal", number(float, 0, 1), 0.0, 0.0, 0.0, "share of blocks partly given, for --denoise-steps"),
     ("drafter_steps", COUNT, None, None, None, "instead of --minutes"),
     ("epochs", SOME, None, None, 6, "instead of --minutes"),
@@ -896,10 +896,8 @@ def parser():
     add, switch = p.add_argument, argparse.BooleanOptionalAction
     add("--preset", choices=PRESETS[:2], help="default: gpu where there is a CUDA device, else cpu")
     add("--out", default="out", help="where everything goes, and is found again (default: out)")
-    add("--data", nargs="+", metavar="PATH", help="text files or folders (default: the stubs of torch and "
-        "numpy; gpu: and their sources)")
-    add("--target", metavar="DIR", help="train a drafter for this checkpoint (a Hugging Face folder) "
-        "instead, on --data, which may be .jsonl too")
+    add("--data", nargs="+", metavar="PATH", help="text files, folders (default: stubs; gpu: and sources)")
+    add("--target", metavar="DIR", help="train a drafter for this Hugging Face folder, on --data")
     add("--drafter", choices=DRAFTERS, default="dflash", help="or a baseline, into OUT/eagle3 or OUT/ar")
     add("--mask-token", metavar="TOKEN", help="special token or id for the masks (default: a spare one)")
     add("--suffixes", nargs="+", metavar=".EXT", help="of --data's folders, read only such files")
@@ -911,8 +909,7 @@ def parser():
     add("--device", help="cpu, cuda (default: cuda where there is one)")
     add("--compile", action=switch, default=True, help="torch.compile the training steps")
     add("--float32", action="store_true", help="train in float32 where bfloat16 would be faster")
-    add("--injection", choices=("kv", "input"), default="kv", help="features as keys and values of every "
-        "layer (DFlash), or once, as the first layer's input")
+    add("--injection", choices=("kv", "input"), default="kv", help="features enter all layers, or the first")
     add("--anchor-choice", choices=("random", "fixed"), default="random", help="fixed: at block_size, ...")
     add("--responses-from", choices=("target", "corpus"), default="target", help="corpus: the text as it is")
     add("--labels", choices=("soft", "hard"), help="the target's distributions, or as the paper its tokens")
@@ -967,8 +964,8 @@ def main(argv=None):
         tokenizer, ids, heldout = make_text(run, args)
         pick_mask_token(tokenizer, tokenizer.vocab_size, args.mask_token)       # refused now, not after hours
         target = train_target(run, args, tokenizer, ids, heldout)
-        g = generator(args.seed, 2)
-        begin = torch.randint(len(ids) - args.prompt_tokens, (args.responses,), generator=g)
+        most = len(ids) - args.prompt_tokens
+        begin = torch.randint(most, (args.responses,), generator=generator(args.seed, 2))
         prompts = ids.unfold(0, args.prompt_tokens, 1)[begin].tolist()
     if args.claims:
         responses = make_responses(run, args, target, tokenizer, prompts)
