@@ -176,8 +176,8 @@ class Decoder:
     # -- the host's part
 
     def prefill(self, prompts, max_new_tokens, keys):
-        """Starts anew: target and drafter read the prompts, a plain cycle draws each row's first token. Rows of
-        different lengths are padded on the right; causality keeps the padding unseen, and the first cycles
+        """Starts anew: target and drafter read the prompts, a plain cycle draws each row's first token. Rows
+        of different lengths are padded on the right; causality keeps the padding unseen, and the first cycles
         write over it."""
         padded = pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True)
         width = padded.shape[1]

@@ -5,8 +5,8 @@ row b see key kv? Each is written once, and `make_mask` turns it into what its e
 
   many queries on CUDA (training, long prompts): a BlockMask for `torch.compile`d FlexAttention, which skips
   empty tiles of 128 x 128;
-  few queries (decoding), and the CPU: a dense (B, 1, Q, KV) tensor for scaled_dot_product_attention, or for two
-  plain matrix products where gradients are wanted on the CPU.
+  few queries (decoding), and the CPU: a dense (B, 1, Q, KV) tensor for scaled_dot_product_attention, or for
+  two plain matrix products where gradients are wanted on the CPU.
 
 `attention` then runs either. Nothing here knows what a model, a token or a file is.
 """
@@ -155,9 +155,9 @@ def compiled_step(function):
 
 
 def as_one(method, *args):
-    """A method whose tensors (its object's) never change place or shape becomes one launch instead of hundreds
-    of operators: on CUDA a graph, which writes its result to the same tensors each time, on the CPU compiled
-    code."""
+    """A method whose tensors (its object's) never change place or shape becomes one launch instead of
+    hundreds of operators: on CUDA a graph, which writes its result to the same tensors each time, on the CPU
+    compiled code."""
     if method.__self__.device.type == "cpu":
         return functools.partial(compiled_step(method.__func__), method.__self__, *args)
     graph = torch.cuda.CUDAGraph()

@@ -924,13 +924,13 @@ class Parser(argparse.ArgumentParser):
 
 
 def number(kind, least, most=math.inf):
-    """An argparse type: an int or a float in this range."""
-    def number(text):
-        value = kind(text)
-        if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"{text} is out of range ({least} to {most})")
-        return value
-    return number
+    """An argparse type: an int or a float from least to most."""
+    def convert(text):
+        if not least <= kind(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text} is out of range, which is {least:g} to {most:g}")
+        return kind(text)
+    convert.__name__ = kind.__name__                                             # argparse names it
+    return convert
 
 
 def parse_options(pairs):

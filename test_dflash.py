@@ -1871,6 +1871,27 @@ def test_a_nan_loss_stops_and_keeps_the_checkpoint(tmp_path):
     assert all(value.isfinite().all() for value in kept.values()) and not torch.equal(kept["model.weight"], torch.nn.Linear(4, 4).weight)
 
 
+def test_a_stage_without_its_settings_file_starts_anew(tmp_path):
+    args = train.parse(["--out", str(tmp_path), *TINY, "--minutes", "1", "--resume"])
+    parts = tmp_path / "responses"
+    parts.mkdir()
+    for stage in ("target", "responses"):
+        run = train.Run(args)
+        assert not run.is_done(args, stage)
+        run.begin(stage)
+        run.decide(stage, 7)
+    left = [parts / "00000.safetensors", tmp_path / "responses.checkpoint.safetensors", tmp_path / "target.checkpoint.safetensors"]
+    for file in left:
+        file.write_bytes(b"old")
+    (tmp_path / "responses.settings.json").unlink()
+    run = train.Run(args)
+    assert run.plan == {"target": 7}
+    for stage in ("target", "responses"):
+        run.is_done(args, stage)
+        run.begin(stage)
+    assert [file.exists() for file in left] == [False, False, True]
+
+
 def test_command_line_errors_are_one_line(tmp_path):
     done = run_script("decode.py", "--out", tmp_path, "--prompt", "x", check=False)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "config.json" in done.stderr

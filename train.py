@@ -15,15 +15,11 @@ import datetime
 import functools
 import hashlib
 import heapq
-import importlib.util
 import itertools
 import json
 import math
 import os
-import re
 import statistics
-import sys
-import sysconfig
 import time
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -40,10 +36,10 @@ from tqdm import tqdm
 from decode import autoregressive, benchmark, cycle_ms, idle, run_benchmark
 from drafter import DRAFTERS, TrainingBatch, default_taps, pick_mask_token, sample_anchors
 from kernels import allow_recompiling, has_compiler
-from model import (CODE_PATTERN, MLP, DecoderLayer, ModelConfig, RMSNorm, Sampling, Tokenizer, Transformer,
-                   UserError, atomic_write, check, choose_sampling, encode_entries, find_device,
-                   parse_options, read_entries, read_json, read_optional, read_prompts, read_text, reading,
-                   run_command, stop_tokens, write_json, write_text)
+from model import (CODE_PATTERN, MLP, DecoderLayer, Entry, ModelConfig, Parser, RMSNorm, Tokenizer,
+                   Transformer, UserError, atomic_write, check, choose_sampling, encode_entries, find_device,
+                   number, parse_options, read_entries, read_json, read_optional, read_prompts, read_text,
+                   reading, run_command, say_once, stop_tokens, write_json, write_text)
 
 FEATURE_CACHE = 2**32    # bytes of what the target makes of the responses; more is computed anew at each step
 
@@ -52,7 +48,6 @@ FEATURE_CACHE = 2**32    # bytes of what the target makes of the responses; more
 
 def train_target(run, args, tokenizer, ids, heldout):
     """ids, heldout: (N,) token ids of the training and of the held-out text -> the trained Transformer."""
-    folder = run.out / "target"
     if not run.is_done(args, "target"):
         run.begin("target")
         config = ModelConfig(
@@ -67,58 +62,57 @@ def train_target(run, args, tokenizer, ids, heldout):
         trainer = Trainer(run, "target", target, args.target_lr, args.target_steps, args.batch * S)
         for step in trainer:
             rows = window_batch(ids, S, args.batch, args.seed, step)             # (batch, S + 1)
-            rows = run.share(rows).to(run.device)
-            loss = next_token_loss(run, target, rows)
-            trainer.update(loss, torch.tensor(rows[:, 1:].numel(), device=run.device))
+            trainer.update(*next_token_loss(run, target, run.share(rows)))
             if trainer.is_milestone(step):
                 trainer.log_too["heldout_loss"] = heldout_loss(run, target, heldout, S, args.batch)
-        if run.main:
-            target.save_pretrained(folder)
-        run.finish("target")
-    return Transformer.from_pretrained(folder, device=run.device)
+        run.finish("target", target)
+    return Transformer.from_pretrained(run.out / "target", device=run.device)
 
 
 def window_batch(ids, length, batch, seed, step):
     """Rows of length + 1 consecutive tokens: epoch by epoch, each time cut at another offset and in another
     order. ids: (N,). Returns (batch, length + 1)."""
     windows = max(1, (len(ids) - 1) // length - 1)
-    rows = []
-    for epoch, place in epoch_places(step, batch, windows):
-        offset, order = epoch_windows(seed, epoch, max(1, len(ids) - windows * length), windows)
-        begin = offset + int(order[place]) * length
-        rows.append(ids[begin:begin + length + 1])
-    return torch.stack(rows)
+    offsets = max(1, len(ids) - windows * length)
+    begin = [offset + row * length for offset, row in shuffled(seed, 1, step, batch, windows, offsets)]
+    return ids.unfold(0, length + 1, 1)[begin]
+
+
+def shuffled(seed, stage, step, batch, rows, offsets=None):
+    """(offset, row) for each row of a step's batch: every epoch has its own order of all rows, and its own
+    offset below `offsets`."""
+    for i in range(step * batch, (step + 1) * batch):
+        epoch, place = divmod(i, rows)
+        offset, order = epoch_order(seed, stage, epoch, rows, offsets)
+        yield offset, int(order[place])
 
 
 @functools.lru_cache(maxsize=2)
-def epoch_windows(seed, epoch, offsets, windows):
-    """-> where an epoch's first window begins, below `offsets`, and the order of its windows"""
-    g = generator(seed, 1, epoch)
-    return int(torch.randint(offsets, (), generator=g)), torch.randperm(windows, generator=g)
-
-
-def epoch_places(step, batch, rows):
-    """(epoch, place in it) of each row of a step's batch, with `rows` rows an epoch."""
-    return [divmod(i, rows) for i in range(step * batch, (step + 1) * batch)]
+def epoch_order(seed, stage, epoch, rows, offsets):
+    g = generator(seed, stage, epoch)
+    offset = offsets and int(torch.randint(offsets, (), generator=g))
+    return offset, torch.randperm(rows, generator=g)
 
 
 def next_token_loss(run, target, rows):
-    """rows (B, S + 1) -> the sum of the losses of tokens 1 .. S"""
+    """rows (B, S + 1) -> the sum of the losses of tokens 1 .. S, and their number"""
+    labels = rows[:, 1:].flatten()
     with run.autocast():
         logits = target.logits(target(rows[:, :-1])[0])                          # (B, S, V)
-    return F.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten(), reduction="sum")
+    loss = F.cross_entropy(logits.flatten(0, 1).float(), labels, reduction="sum")
+    return loss, torch.tensor(len(labels), device=run.device)
 
 
 @torch.no_grad()
 def heldout_loss(run, target, heldout, length, batch):
     """Nats a token on at most 64 rows of held-out text; None where that is shorter than a row."""
-    n = min(64, (len(heldout) - 1) // length)
-    if n < 1:
+    if len(heldout) <= length:
         return None
-    rows = torch.stack([heldout[i * length:(i + 1) * length + 1] for i in range(n)]).to(run.device)
+    rows = heldout.unfold(0, length + 1, length)[:64].to(run.device)
     # On the CPU not worth compiling without gradients; on CUDA eager FlexAttention would keep all its scores.
     with torch.compiler.set_stance("default" if run.device.type == "cuda" else "force_eager"):
-        return sum(next_token_loss(run, target, part).item() for part in rows.split(batch)) / (n * length)
+        losses = [next_token_loss(run, target, part)[0].item() for part in rows.split(batch)]
+    return sum(losses) / (len(rows) * length)
 
 
 # ---- what the drafter learns from --------------------------------------------------------------------------
@@ -128,7 +122,7 @@ def make_responses(run, args, target, tokenizer, prompts):
     trainable (R, S): the response, up to and including the end of text. prompts: rows of ids.
 
     Decoded a batch at a time, at one temperature each, into files that a killed run need not make again."""
-    folder, batch_size = run.out / "responses", args.response_batch
+    folder, B = run.out / "responses", args.response_batch
     if not run.is_done(args, "responses"):
         run.begin("responses")
         folder.mkdir(exist_ok=True)
@@ -136,8 +130,8 @@ def make_responses(run, args, target, tokenizer, prompts):
         if run.bfloat16:
             target = copy.deepcopy(target).to(torch.bfloat16)                    # half the bytes to stream
         prompts = prompts[:args.responses]
-        parts = [prompts[i:i + batch_size] for i in range(0, len(prompts), batch_size)]
-        if run.minutes and "responses" not in run.plan:
+        parts = [prompts[i:i + B] for i in range(0, len(prompts), B)]
+        if run.minutes and "responses" not in run.plan:                          # the first part is timed
             autoregressive(target, parts[0], 4)                                  # warm-up
             began = time.monotonic()
             if run.main:
@@ -145,11 +139,11 @@ def make_responses(run, args, target, tokenizer, prompts):
             seconds = time.monotonic() - began
             run.decide("responses", 1 + run.world * run.seconds_for("responses") / seconds)
         parts = parts[:run.plan.get("responses")]
-        with run.bar(len(parts) * batch_size * args.response_tokens, "responses", "token") as bar:
+        with run.bar(len(parts) * B * args.response_tokens, "responses", "token") as bar:
             for n, part in enumerate(parts):
                 if n % run.world == run.rank:
                     decode_part(args, target, part, n, folder, stop_ids)
-                bar.update(batch_size * args.response_tokens)
+                bar.update(B * args.response_tokens)
         idle.clear()                                                             # caches for many rows
         run.finish("responses")
     return read_responses(folder)
@@ -176,8 +170,7 @@ def read_responses(folder):
             tensors = load_file(file)
         rows += tensors["tokens"].long().split(tensors["length"].tolist())
         prompt_lengths += tensors["prompt"].tolist()
-    if not rows:
-        raise UserError(f"{folder}: holds no responses; delete responses.settings.json to make them again")
+    check(rows, f"{folder}: files", 0, "no responses; delete responses.settings.json to make them again")
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     place, length = torch.arange(ids.shape[1]), torch.tensor([len(row) for row in rows])
     return ids, (place >= torch.tensor(prompt_lengths)[:, None]) & (place < length[:, None])
@@ -187,7 +180,7 @@ def corpus_rows(args, ids):
     """The switch --responses-from corpus: as `make_responses`, of the text as people wrote it."""
     length = min(args.prompt_tokens + args.response_tokens, len(ids))
     begin = torch.randint(max(1, len(ids) - length), (args.responses,), generator=generator(args.seed, 2))
-    rows = torch.stack([ids[i:i + length] for i in begin])
+    rows = ids.unfold(0, length, 1)[begin]
     return rows, (torch.arange(length) >= args.prompt_tokens).expand(rows.shape)
 
 
@@ -196,47 +189,38 @@ def corpus_rows(args, ids):
 def train_drafter(run, args, target, tokenizer, ids, trainable):
     """ids, trainable: (R, S), see `make_responses` -> the trained drafter, of the kind that --drafter
     names."""
-    kind = DRAFTERS[args.drafter]
-    folder, R = run.out / kind.folder, len(ids)
+    kind, (R, S) = DRAFTERS[args.drafter], ids.shape
     if not run.is_done(args, "drafter", kind.folder):
         run.begin(kind.folder)
         L, target = target.config.num_hidden_layers, target.requires_grad_(False)
-        taps = default_taps(L, args.taps)
-        if len(taps) < args.taps and run.main:
-            print(f"drafter: the target has {L} layers, so there are {len(taps)} taps, not {args.taps}")
+        if L < args.taps and args.drafter == "dflash" and run.main:         # baselines have taps of their own
+            print(f"drafter: the target has {L} layers, so there are {L} taps, not {args.taps}")
         drafter = kind.for_target(
-            target, num_layers=args.draft_layers, block_size=args.block_size, target_layer_ids=taps,
+            target, num_layers=args.draft_layers, block_size=args.block_size,
+            target_layer_ids=default_taps(L, args.taps), injection=args.injection,
             mask_token_id=pick_mask_token(tokenizer, target.config.vocab_size, args.mask_token),
-            injection=args.injection, chat_options=tokenizer.chat_options)
+            chat_options=tokenizer.chat_options)
         drafter.init_weights(target, generator(args.seed, 3))
         drafter.to(run.device)
-        taps = drafter.config.target_layer_ids                                   # the baselines have their own
+        taps = drafter.config.target_layer_ids
         cached = target_outputs_of_all(run, args, target, taps, ids)
         steps = args.drafter_steps or args.epochs and math.ceil(args.epochs * R / args.draft_batch)
-        trainer = Trainer(run, kind.folder, drafter, args.drafter_lr, steps, args.draft_batch * ids.shape[1])
+        trainer = Trainer(run, kind.folder, drafter, args.drafter_lr, steps, args.draft_batch * S)
         for step in trainer:
-            rows = torch.stack([epoch_order(args.seed, epoch, R)[place]
-                                for epoch, place in epoch_places(step, args.draft_batch, R)])
+            rows = [row for _, row in shuffled(args.seed, 4, step, args.draft_batch, R)]
             anchors, valid, revealed = sample_anchors(
                 trainable[rows], args.anchors, args.block_size, generator(args.seed, 5, step),
                 args.anchor_choice, args.reveal)
-            rows, *blocks = (run.share(x) for x in (rows, anchors, valid, revealed))
-            hidden, features = ([x[rows] for x in cached] if cached else
-                                target_outputs(run, target, taps, ids[rows]))
-            tensors = (ids[rows], trainable[rows], features, hidden, *blocks)
-            batch = TrainingBatch(*(x.to(run.device) for x in tensors), soft=args.labels == "soft")
+            hidden, features = ([run.share(x[rows]) for x in cached] if cached else
+                                target_outputs(run, target, taps, run.share(ids[rows])))
+            batch = TrainingBatch(
+                run.share(ids[rows]), run.share(trainable[rows]), features, hidden,
+                run.share(anchors), run.share(valid), run.share(revealed), soft=args.labels == "soft")
             with run.autocast():
                 loss, weight = drafter.loss(target, batch, args.gamma)
             trainer.update(loss, weight)
-        if run.main:
-            drafter.to(target.dtype).save_pretrained(folder)
-        run.finish(kind.folder)
-    return kind.from_pretrained(folder, target)
-
-
-@functools.lru_cache(maxsize=2)
-def epoch_order(seed, epoch, rows):
-    return torch.randperm(rows, generator=generator(seed, 4, epoch))
+        run.finish(kind.folder, drafter.to(target.dtype))
+    return kind.from_pretrained(run.out / kind.folder, target)
 
 
 @torch.no_grad()
@@ -282,8 +266,7 @@ class Trainer:
     def __iter__(self):
         if self.steps is None and self.stage not in self.run.plan:
             yield from self.timing()
-        if self.steps is None:
-            self.steps = self.run.decide(self.stage)
+        self.steps = self.steps or self.run.plan[self.stage]
         done = load_checkpoint(self.checkpoint, self.module, self.optimizers)
         self.run.forget(self.stage, done)
         self.saved = self.began = time.monotonic()
@@ -299,25 +282,23 @@ class Trainer:
         """Eight steps that change no weight; what they leave in the optimizers is dropped."""
         if self.run.main:
             print(f"{self.stage}: compiling and timing a step, about half a minute ...", flush=True)
-        self.factor, marks = 0.0, [time.monotonic()]
+        self.factor, marks = 0.0, []
         for step in range(8):
             yield step
             self.losses.pop().item()                                             # waits for the device
             marks.append(time.monotonic())
         for optimizer, _ in self.optimizers:
             optimizer.state.clear()
-        each = statistics.median(b - a for a, b in zip(marks[2:], marks[3:]))
-        self.run.decide(self.stage, max(20, self.run.seconds_for(self.kind) / each))
+        seconds = statistics.median(b - a for a, b in zip(marks[1:], marks[2:]))
+        self.run.decide(self.stage, max(20, self.run.seconds_for(self.kind) / seconds))
 
     def update(self, loss, weight):
         """One step of the optimizers along the gradient of sum(loss) / sum(weight) over all processes."""
         total = self.run.sum(weight.detach().float().clone()).clamp(min=1e-6)
         (loss / total).backward()
         parameters = [p for p in self.module.parameters() if p.grad is not None]
-        if self.run.world > 1:
-            flat = self.run.sum(torch.cat([p.grad.flatten() for p in parameters]))
-            for p, grad in zip(parameters, flat.split([p.numel() for p in parameters])):
-                p.grad.copy_(grad.view_as(p))
+        for p in parameters:
+            self.run.sum(p.grad)
         norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         for optimizer, lr in self.optimizers:
             optimizer.param_groups[0]["lr"] = lr * self.factor
@@ -372,155 +353,6 @@ def learning_rate_factor(step, steps, muon):
     return min(warm, 1.0, decay)
 
 
-# ---- stages and processes ----------------------------------------------------------------------------------
-
-# Parts of --minutes. What is left over is for reading the text, and for a machine that becomes slower
-# meanwhile.
-SHARES, SLACK = {"target": 0.27, "responses": 0.12, "drafter": 0.38, "benchmark": 0.2}, 0.03
-
-SETTINGS = {    # the arguments that a stage's result depends on, beside those of the stages before it
-    "tokenizer": ["seed", "corpus", "vocab_size"],
-    "target": ["layers", "hidden_size", "intermediate_size", "heads", "kv_heads", "sequence_length", "batch",
-               "minutes", "target_steps", "target_lr"],
-    "responses": ["target", "weights", "prompts_from", "responses", "response_batch", "response_tokens",
-                  "prompt_tokens", "temperatures", "cuts", "responses_from"],
-    "drafter": ["draft_layers", "block_size", "anchors", "draft_batch", "gamma", "drafter_steps", "epochs",
-                "labels", "drafter_lr", "mask_token", "taps", "injection", "anchor_choice", "reveal"],
-    "benchmark": ["prompts"]}
-
-
-class Run:
-    """Where and how this process runs, what has been decided for all of them, and which stages are done."""
-
-    def __init__(self, args):
-        self.out, self.resume, self.checkpoint_seconds = Path(args.out), args.resume, args.checkpoint_seconds
-        self.minutes, self.began, self.feature_cache = args.minutes, time.monotonic(), {}
-        self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        self.main, self.device = self.rank == 0, args.device
-        cuda = self.device.type == "cuda"
-        if cuda and self.world > 1:
-            local, most = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
-            if local >= most:
-                raise UserError(f"process {local} of torchrun has no GPU of its own: ask for at most {most}")
-            self.device = torch.device("cuda", local)
-        if cuda:
-            torch.cuda.set_device(self.device)
-        if self.world > 1 and not dist.is_initialized():                  # one may work for long, others wait
-            dist.init_process_group("nccl" if cuda else "gloo", timeout=datetime.timedelta(days=1))
-        self.out.mkdir(parents=True, exist_ok=True)
-        self.plan = read_optional(self.out / "plan.json")
-        # Products in bfloat16 where the hardware has them (emulated they are slower), master weights in
-        # float32.
-        self.bfloat16 = not args.float32 and (cuda or has_bfloat16())
-        self.compile = args.compile and (cuda or has_compiler())              # eager steps take twice as long
-        if args.compile and not self.compile:
-            print("no C++ compiler found: training runs uncompiled and takes twice as long", file=sys.stderr)
-
-    def autocast(self):
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.bfloat16)
-
-    def share(self, rows):
-        """This process's part of a batch."""
-        return rows[self.rank::self.world]
-
-    def sum(self, tensor):
-        """The sum over processes, in place."""
-        if self.world > 1:
-            dist.all_reduce(tensor)
-        return tensor
-
-    def wait(self):
-        if self.world > 1:
-            dist.barrier()
-
-    def bar(self, total, name, unit="step", initial=0):
-        return tqdm(total=total, desc=name, unit=unit, initial=initial, disable=not self.main)
-
-    def start_clock(self, stage):
-        """As if the stages before this one had taken their parts of --minutes."""
-        before = itertools.takewhile(lambda each: each != stage, SHARES)
-        self.began = time.monotonic() - 60 * (self.minutes or 0) * sum(SHARES[each] for each in before)
-
-    def seconds_for(self, stage):
-        """Of what is left of --minutes, a stage's part beside those of the stages behind it and some slack;
-        None where nothing is said of minutes."""
-        if not self.minutes:
-            return None
-        left = 60 * self.minutes - (time.monotonic() - self.began)
-        behind = itertools.dropwhile(lambda each: each != stage, SHARES)
-        return max(0.0, left * SHARES[stage] / (SLACK + sum(SHARES[each] for each in behind)))
-
-    def decide(self, name, value=None):
-        """A number that depends on this machine's speed: decided once a run, by the first process, and
-        written down, so that a resumed run uses the same."""
-        if name not in self.plan:
-            number = torch.tensor(float(value) if self.main else 0.0, dtype=torch.float64, device=self.device)
-            self.plan[name] = int(self.sum(number).item())
-            if self.main:
-                write_json(self.out / "plan.json", self.plan)
-            self.wait()
-        return self.plan[name]
-
-    def is_done(self, args, stage, name=None):
-        """Is the stage's result in --out? Refuses one made with other settings, and without --resume an
-        interrupted one. name: of the result, where a stage has several."""
-        name = name or stage
-        file, stages = self.out / f"{name}.settings.json", [*SETTINGS]
-        fields = itertools.chain(*(SETTINGS[each] for each in stages[:stages.index(stage) + 1]))
-        settings = json.loads(json.dumps({field: getattr(args, field) for field in fields}))
-        self.settings = {"done": False, "settings": settings}
-        found = read_json(file) if file.exists() else None
-        self.wait()                                                        # all have looked before one writes
-        if found is None:
-            return False
-        made_with = found.get("settings")
-        if not (isinstance(made_with, dict) and isinstance(found.get("done"), bool)):
-            raise UserError(f"{file}: damaged; delete it to start this stage again")
-        for field in sorted(settings.keys() | made_with.keys()):
-            old, value = made_with.get(field), settings.get(field)
-            if old != value:
-                raise UserError(f"{self.out} holds a {name} made with {field} = {old}, not {value}; "
-                                "use the same settings, another --out, or delete the folder")
-        if not found["done"] and not self.resume:
-            raise UserError(f"{self.out} holds an interrupted run (stage {name}); go on with --resume, "
-                            "use another --out, or delete the folder")
-        if found["done"]:
-            self.start_clock([*stages, None][stages.index(stage) + 1])
-            if self.main:
-                print(f"{name}: already in {self.out}, skipped")
-        return found["done"]
-
-    def begin(self, name):
-        if self.main:
-            write_json(self.out / f"{name}.settings.json", self.settings)
-
-    def finish(self, name):
-        """Marks the result as done, then drops its checkpoint."""
-        if self.main:
-            write_json(self.out / f"{name}.settings.json", {**self.settings, "done": True})
-            (self.out / f"{name}.checkpoint.safetensors").unlink(missing_ok=True)
-        self.wait()
-
-    def log(self, **entry):
-        if self.main:
-            with open(self.out / "log.jsonl", "a", encoding="utf-8") as file:
-                file.write(json.dumps(entry) + "\n")
-
-    def forget(self, stage, step):
-        """Drops the log's lines after the checkpoint that a resumed run starts from: it writes them again."""
-        file = self.out / "log.jsonl"
-        if self.main and file.exists():
-            lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-            after = re.compile(rf'{{"stage": "{stage}", "step": (\d+),')
-            later = lambda line: (m := after.match(line)) and int(m[1]) > step
-            write_text(file, "".join(line for line in lines if line.endswith("\n") and not later(line)))
-
-
-def has_bfloat16():
-    """Does this CPU multiply bfloat16 natively?"""
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-
-
 def generator(seed, *index):
     """A stream of random numbers for this seed and place (stage, step, ...): no state to save, none to
     restore."""
@@ -555,6 +387,163 @@ def load_checkpoint(file, module, optimizers):
         return int(tensors.metadata()["step"])
 
 
+# ---- stages and processes ----------------------------------------------------------------------------------
+
+# A stage's part of --minutes, and what of them is left behind it: the last bit for reading the text, and for
+# a machine that becomes slower meanwhile.
+SHARES = {"tokenizer": (0.0, 1.0), "target": (0.27, 0.73), "responses": (0.12, 0.61), "drafter": (0.38, 0.23),
+          "benchmark": (0.2, 0.03)}
+
+SETTINGS = {    # the arguments that a stage's result depends on, beside those of the stages before it
+    "tokenizer": ["seed", "corpus", "vocab_size"],
+    "target": ["layers", "hidden_size", "intermediate_size", "heads", "kv_heads", "sequence_length", "batch",
+               "minutes", "target_steps", "target_lr"],
+    "responses": ["target", "weights", "prompts_from", "responses", "response_batch", "response_tokens",
+                  "prompt_tokens", "temperatures", "cuts", "responses_from"],
+    "drafter": ["draft_layers", "block_size", "anchors", "draft_batch", "gamma", "drafter_steps", "epochs",
+                "labels", "drafter_lr", "mask_token", "taps", "injection", "anchor_choice", "reveal"],
+    "benchmark": ["prompts"]}
+
+WORLD = int(os.environ.get("WORLD_SIZE", 1))    # processes, as torchrun says
+
+
+class Run:
+    """Where and how this process runs, what has been decided for all of them, and which stages are done."""
+
+    def __init__(self, args):
+        self.out, self.resume, self.checkpoint_seconds = Path(args.out), args.resume, args.checkpoint_seconds
+        self.minutes, self.feature_cache = args.minutes or 0, {}
+        self.rank, self.world = int(os.environ.get("RANK", 0)), WORLD
+        self.main, self.device, cuda = self.rank == 0, args.device, args.device.type == "cuda"
+        if cuda and self.world > 1:
+            local, most = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+            check(local < most, "LOCAL_RANK", local, f"no GPU is left for it; torchrun can have {most}")
+            self.device = torch.device("cuda", local)
+        if cuda:
+            torch.cuda.set_device(self.device)
+        if self.world > 1:                                                # one may work for long, others wait
+            dist.init_process_group("nccl" if cuda else "gloo", timeout=datetime.timedelta(days=1))
+        self.out.mkdir(parents=True, exist_ok=True)
+        self.plan = read_plan(self.out)
+        self.start_clock(behind="tokenizer")
+        # Products in bfloat16 where the hardware has them (emulated they are slower), master weights in
+        # float32.
+        self.bfloat16 = not args.float32 and (cuda or has_bfloat16())
+        self.compile = args.compile and (cuda or has_compiler())              # eager steps take twice as long
+        if args.compile and not self.compile:
+            say_once("no C++ compiler found: training runs uncompiled and takes twice as long")
+
+    def autocast(self):
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.bfloat16)
+
+    def share(self, rows):
+        """This process's part of a batch, on its device."""
+        return rows[self.rank::self.world].to(self.device)
+
+    def sum(self, tensor):
+        """The sum over processes, in place."""
+        if self.world > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def wait(self):
+        if self.world > 1:
+            dist.barrier()
+
+    def bar(self, total, name, unit="step", initial=0):
+        return tqdm(total=total, desc=name, unit=unit, initial=initial, disable=not self.main)
+
+    def start_clock(self, behind):
+        """As if this stage and those before it had taken their parts of --minutes."""
+        self.end = time.monotonic() + 60 * self.minutes * SHARES[behind][1]
+
+    def seconds_for(self, stage):
+        """Of what is left of --minutes, a stage's part beside what the stages behind it need."""
+        own, behind = SHARES[stage]
+        return max(0.0, self.end - time.monotonic()) * own / (own + behind)
+
+    def decide(self, name, number):
+        """A number that depends on this machine's speed: decided once a run, by the first process, and
+        written down, so that a resumed run uses the same."""
+        number = torch.tensor(number if self.main else 0.0, dtype=torch.float64, device=self.device)
+        self.plan[name] = int(self.sum(number).item())
+        if self.main:
+            write_json(self.out / "plan.json", self.plan)
+
+    def is_done(self, args, stage, name=None):
+        """Is the stage's result in --out? Refuses one made with other settings, and without --resume an
+        interrupted one. name: of the result, where a stage has several."""
+        name, stages = name or stage, [*SETTINGS]
+        file = self.out / f"{name}.settings.json"
+        fields = itertools.chain(*(SETTINGS[each] for each in stages[:stages.index(stage) + 1]))
+        settings = json.loads(json.dumps({field: getattr(args, field, None) for field in fields}))
+        self.mark = {"done": False, "settings": settings}
+        found = read_json(file) if file.exists() else self.mark
+        self.wait()                                                        # all have looked before one writes
+        done, made_with = found.get("done"), found.get("settings")
+        if not (isinstance(made_with, dict) and isinstance(done, bool)):
+            raise UserError(f"{file}: damaged; delete it to start this stage again")
+        for field in sorted(settings.keys() | made_with.keys()):
+            if made_with.get(field) != settings.get(field):
+                raise UserError(f"{self.out} holds a {name} made with {field} = {made_with.get(field)}, not "
+                                f"{settings.get(field)}; use the same settings, another --out, or delete the "
+                                "folder")
+        if not done and found is not self.mark and not self.resume:
+            raise UserError(f"{self.out} holds an interrupted run (stage {name}); go on with --resume, "
+                            "use another --out, or delete the folder")
+        if done:
+            self.start_clock(behind=stage)
+            if self.main:
+                print(f"{name}: already in {self.out}, skipped")
+        return done
+
+    def begin(self, name):
+        """Marks the stage as begun. Where it had no mark (its settings file may have been deleted, to start
+        it anew), what an earlier run has left of it goes."""
+        file = self.out / f"{name}.settings.json"
+        if self.main:
+            left = [self.out / f"{name}.checkpoint.safetensors", self.out / "result.json",
+                    *(self.out / name).glob("[0-9]*.safetensors")]
+            for old in [] if file.exists() else left:
+                old.unlink(missing_ok=True)
+            write_json(file, self.mark)
+        self.wait()
+
+    def finish(self, name, module=None):
+        """Saves the module that the stage has trained, marks the stage as done, drops its checkpoint."""
+        if self.main:
+            if module is not None:
+                module.save_pretrained(self.out / name)
+            write_json(self.out / f"{name}.settings.json", {**self.mark, "done": True})
+            (self.out / f"{name}.checkpoint.safetensors").unlink(missing_ok=True)
+        self.wait()
+
+    def log(self, **entry):
+        if self.main:
+            with open(self.out / "log.jsonl", "a", encoding="utf-8") as file:
+                file.write(json.dumps(entry) + "\n")
+
+    def forget(self, stage, step):
+        """Drops the log's lines after the checkpoint that a resumed run starts from: it writes them again."""
+        file = self.out / "log.jsonl"
+        if self.main and file.exists():
+            lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+            mine = regex.compile(rf'{{"stage": "{stage}", "step": (\d+),')
+            later = lambda line: (found := mine.match(line)) and int(found[1]) > step
+            write_text(file, "".join(line for line in lines if line.endswith("\n") and not later(line)))
+
+
+def read_plan(out):
+    """What `Run.decide` has written, of the stages whose settings files are still there."""
+    plan = read_optional(out / "plan.json")
+    return {name: number for name, number in plan.items() if (out / f"{name}.settings.json").exists()}
+
+
+def has_bfloat16():
+    """Does this CPU multiply bfloat16 natively?"""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
 def fingerprint(texts):
     return hashlib.sha256("\0".join(texts).encode("utf-8", "replace")).hexdigest()[:16]
 
@@ -567,10 +556,8 @@ DOCUMENT = 3000    # characters: paragraphs of a file that follow each other mak
 def default_corpus(preset):
     """(folders, suffixes) of text that is on every machine: the type stubs of torch and numpy, about 4 MB;
     for a GPU the sources of both and of the standard library as well, about 90 MB."""
-    folders = [Path(importlib.util.find_spec(name).origin).parent for name in ("torch", "numpy")]
-    if preset == "cpu":
-        return folders, (".pyi",)
-    return [*folders, Path(sysconfig.get_paths()["stdlib"])], (".py", ".pyi")
+    folders = [Path(module.__file__).parent for module in (torch, np, os)]
+    return (folders[:2], (".pyi",)) if preset == "cpu" else (folders, (".py", ".pyi"))
 
 
 def find_texts(paths, suffixes, entries=None):
@@ -581,25 +568,28 @@ def find_texts(paths, suffixes, entries=None):
         if not path.exists():
             raise UserError(f"{path}: no such file or folder; --data takes text files and folders")
         names = sorted(p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file())
-        names = [n for n in names if not re.search(r"(^|/)(\.|site-packages/)", n)]
+        names = [n for n in names if not regex.search(r"(^|/)(\.|site-packages/)", n)]
         files = [path / n for n in names if n.endswith(tuple(suffixes or [""]))] or [path]
-        kinds = (".jsonl", ".json") if entries is not None and path.is_file() else (".jsonl",)
-        rows = [row for file in files if file.suffix in kinds for row in read_entries(file)]
-        texts = [text for file in files if file.suffix not in kinds for text in texts_of(file)]
-        if entries is not None:
-            entries += rows
-        elif not all("text" in row for row in rows):
-            raise UserError(f"{path}: holds chats or prompts, not text; --target learns from these")
-        else:
-            texts += [row["text"] for row in rows]
-        if not texts and not rows:
+        row_files = (".jsonl", ".json") if entries is not None and path.is_file() else (".jsonl",)
+        found = [each for file in files for each in texts_of(file, row_files)]
+        if not found:
             kind = " or ".join(suffixes or ("UTF-8",))
             raise UserError(f"{path}: holds no {kind} text; give files or folders with some")
-        yield from ((path.stem, text) for text in texts)
+        for each in found:
+            if not isinstance(each, Entry):
+                yield path.stem, each
+            elif entries is not None:
+                entries.append(each)
+            elif "text" in each:
+                yield path.stem, each["text"]
+            else:
+                raise UserError(f"{path}: holds chats or prompts, not text; --target learns from these")
 
 
-def texts_of(file):
-    """A file's text, if it is UTF-8 and not empty, else nothing."""
+def texts_of(file, row_files):
+    """A list: a file's rows, if it's of such a kind; else its text, if it is UTF-8 and not empty."""
+    if file.suffix in row_files:
+        return read_entries(file)
     try:
         text = read_text(file)
     except UserError:
@@ -613,7 +603,7 @@ def read_corpus(paths, suffixes=None, entries=None):
     documents, seen = [], {""}
     for domain, text in find_texts(paths, suffixes, entries):
         gathered = ""
-        for paragraph in re.split(r"\n(?=[ \t]*\n)", text.replace("\r\n", "\n")):
+        for paragraph in regex.split(r"\n(?=[ \t]*\n)", text.replace("\r\n", "\n")):
             for piece in (paragraph[i:i + DOCUMENT] for i in range(0, len(paragraph), DOCUMENT)):
                 key = "".join(piece.split())
                 if key in seen:
@@ -651,24 +641,21 @@ def make_text(run, args):
     heldout, texts = without_known(heldout, training), [d["text"] for d in training]
     args.corpus = fingerprint(texts)
     is_done = run.is_done(args, "tokenizer")
-    if is_done:
-        tokenizer = Tokenizer.from_pretrained(run.out / "target")
-    else:
-        tokenizer = Tokenizer.from_merges(train_bpe(texts, args.vocab_size - 2, CODE_PATTERN))
-    rows = [[[tokenizer.eos_id, *tokenizer.encode(text)] for text in part]
-            for part in (texts, [d["text"] for d in heldout])]
-    ids, heldout_ids = (torch.tensor([*itertools.chain(*part)]) for part in rows)
-    if len(ids) < max(2 * args.sequence_length, args.prompt_tokens + 2):
-        raise UserError(f"the text has {len(ids)} tokens beside what is held out, too few for sequences of "
-                        f"{args.sequence_length}; give more --data or a smaller --sequence-length")
-    if not any(len(row) > args.prompt_tokens for row in rows[1]):
-        raise UserError(f"no held-out document has {args.prompt_tokens} tokens for a prompt; give more "
-                        "--data or a smaller --prompt-tokens")
-    if run.main and not is_done:
-        tokenizer.save_pretrained(run.out / "target")
-        write_lines(run.out / "heldout.jsonl", heldout)
-        print(f"tokenizer: {tokenizer.vocab_size} tokens; {len(training)} documents, {len(heldout)} held out")
+    tokenizer = (Tokenizer.from_pretrained(run.out / "target") if is_done else
+                 Tokenizer.from_merges(train_bpe(texts, args.vocab_size - 2, CODE_PATTERN)))
+    rows, heldout_rows = ([[tokenizer.eos_id, *tokenizer.encode(d["text"])] for d in part]
+                          for part in (training, heldout))
+    ids, heldout_ids = (torch.tensor([*itertools.chain(*part)]) for part in (rows, heldout_rows))
+    check(len(ids) >= max(2 * args.sequence_length, args.prompt_tokens + 2), "tokens of text", len(ids),
+          f"beside what is held out, too few for sequences of {args.sequence_length}; give more --data or a "
+          "smaller --sequence-length")
+    check(any(len(row) > args.prompt_tokens for row in heldout_rows), "--prompt-tokens", args.prompt_tokens,
+          "no held-out document has so many; give more --data or a smaller --prompt-tokens")
     if not is_done:
+        if run.main:
+            tokenizer.save_pretrained(run.out / "target")
+            write_lines(run.out / "heldout.jsonl", heldout)
+            print(f"tokenizer: {tokenizer.vocab_size} tokens; {len(texts)} texts, {len(heldout)} held out")
         run.finish("tokenizer")
     return tokenizer, ids, heldout_ids
 
@@ -683,7 +670,9 @@ def train_bpe(texts, vocab_size, pattern):
     equals the one whose parts were made first. UserError if vocab_size < 256."""
     check(vocab_size >= 256, "vocab_size", vocab_size + 2, "256 bytes and 2 special tokens need a place")
     words = Counter(match[0] for text in texts for match in regex.finditer(pattern, text))
-    words, weight = [list(word.encode("utf-8", "replace")) for word in words], [*words.values()]
+    weight = [*words.values()]
+    # A word as a string of one character a token, so that `replace` merges
+    words = [word.encode("utf-8", "replace").decode("latin-1") for word in words]
     count, where = Counter(), defaultdict(set)               # of each pair: how often, in which words
     for i, word in enumerate(words):
         for pair in zip(word, word[1:]):
@@ -696,24 +685,18 @@ def train_bpe(texts, vocab_size, pattern):
         n, pair = heapq.heappop(heap)
         if -n != count[pair] or not n:                       # out of date; the right one is further down
             continue
-        changed, new = set(), len(tokens)
+        changed = set()
         for i in where.pop(pair):
-            old, word, j = words[i], [], 0
-            while j < len(old):
-                found = (*old[j:j + 2],) == pair
-                word.append(new if found else old[j])
-                j += 1 + found
-            words[i] = word
-            for sign, pairs in ((-1, zip(old, old[1:])), (1, zip(word, word[1:]))):
-                for each in pairs:
+            old, words[i] = words[i], words[i].replace("".join(pair), chr(len(tokens)))
+            for sign, word in ((-1, old), (1, words[i])):
+                for each in zip(word, word[1:]):
                     count[each] += sign * weight[i]
+                    where[each].add(i)
                     changed.add(each)
-            for each in zip(word, word[1:]):
-                where[each].add(i)
         for each in changed:
             heapq.heappush(heap, (-count[each], each))
-        merges.append((tokens[pair[0]], tokens[pair[1]]))
-        tokens.append(merges[-1][0] + merges[-1][1])
+        merges.append(tuple(tokens[ord(part)] for part in pair))
+        tokens.append(b"".join(merges[-1]))
     return merges
 
 
@@ -727,13 +710,12 @@ def pretrained_target(run, args):
     target = Transformer.from_pretrained(args.target, device=run.device, dtype=dtype)
     tokenizer, entries = Tokenizer.from_pretrained(args.target), []
     tokenizer.chat_options = args.chat_options
-    documents = read_corpus(args.data, args.suffixes, entries)
-    entries = {json.dumps(entry, sort_keys=True): entry for entry in entries + documents}   # repetitions once
-    training, heldout = hold_out(entries.values(), args.seed)
+    entries[len(entries):] = read_corpus(args.data, args.suffixes, entries)
+    entries = {json.dumps(entry, sort_keys=True): entry for entry in entries}               # repetitions once
     room = args.sequence_length - args.response_tokens
     training, heldout = ([(entry, ids) for entry, ids in encode_entries(
         part, tokenizer, args.prompt_tokens, rendered=args.rendered, skip_bad=args.skip_bad)
-        if len(ids) <= room] for part in (training, heldout))
+        if len(ids) <= room] for part in hold_out(entries.values(), args.seed))
     if not training or not heldout:
         raise UserError(f"--data holds too few prompts of at most {room} tokens (--sequence-length less "
                         "--response-tokens): one to learn from and one to hold out, at least")
@@ -760,8 +742,9 @@ VARIANTS = {    # arguments beside the run's own
     "fixed anchors": {"anchor_choice": "fixed"}, "raw corpus": {"responses_from": "corpus"},
     "revealed": {"reveal": 0.3}, "eagle3": {"drafter": "eagle3", "block_size": 8},
     "ar": {"drafter": "ar", "draft_layers": 1, "block_size": 8}}
+# What variants are compared with, whatever the flags say.
 BASE = {"drafter": "dflash", "reveal": 0.0, "responses_from": "target", "injection": "kv", "gamma": None,
-        "anchor_choice": "random", "taps": 5, "draft_layers": 3}    # what variants are compared with, whatever the flags say
+        "anchor_choice": "random", "taps": 5, "draft_layers": 3}
 CLAIMS = (      # flag, what is measured at temperature 0, the variants from worst to best as the claim has it
     ("acceptance length grows with depth", "--draft-layers", "tau", ("1 layer", "dflash", "5 layers")),
     ("KV injection beats input injection", "--injection", "tau", ("input injection", "dflash")),
@@ -782,24 +765,24 @@ def measure_claims(run, args, target, tokenizer, responses, corpus):
     when it is there. Prints what the claims came to, and writes it into OUT/report.json. It goes on where it
     stopped."""
     prompts = read_prompts(run.out / "heldout.jsonl", tokenizer, args.prompt_tokens, args.prompts)
-    corpus, found = [x[:len(responses[0])] for x in corpus], {}                  # as many rows of each
+    corpus, found = [x[:len(responses[0])] for x in corpus], defaultdict(list)   # as many rows of each
     for seed, (name, flags) in itertools.product(range(3), VARIANTS.items()):
-        mine, here, folder = copy.copy(args), copy.copy(run), run.out / "claims" / f"{name} {seed}"
-        vars(mine).update(BASE | flags, seed=seed)
-        here.out, here.resume, first = folder, True, run.out / "claims" / f"{name} 0"
-        folder.mkdir(parents=True, exist_ok=True)
-        # As many steps with every seed.
-        here.plan = read_optional(folder / "plan.json") or read_optional(first / "plan.json")
-        here.start_clock("drafter")
+        mine = argparse.Namespace(**(vars(args) | BASE | flags | {"seed": seed}))
+        here, first = copy.copy(run), run.out / "claims" / f"{name} 0"
+        here.out, here.resume = first.with_name(f"{name} {seed}"), True
+        here.out.mkdir(parents=True, exist_ok=True)
+        here.plan = read_plan(here.out) or read_plan(first)                     # every seed has as many steps
+        here.start_clock(behind="responses")
         if run.main:
             print(f"claims: {name}, seed {seed}", flush=True)
         data = corpus if mine.responses_from == "corpus" else responses
         drafter = train_drafter(here, mine, target, tokenizer, *data)
-        if run.main and not (folder / "result.json").exists():
-            write_json(folder / "result.json", measure(run, mine, target, tokenizer, drafter, prompts))
+        file = here.out / "result.json"
+        if run.main and not file.exists():
+            write_json(file, measure(run, mine, target, tokenizer, drafter, prompts))
         run.wait()
-        for key, result in read_json(folder / "result.json").items():
-            found.setdefault(name if key == "one step" else key, []).append(result)
+        for key, result in read_json(file).items():
+            found[name if key == "one step" else key].append(result)
     if run.main:
         report = run.out / "report.json"
         write_json(report, {**read_optional(report), "claims": found})
@@ -814,12 +797,12 @@ def measure(run, args, target, tokenizer, drafter, prompts):
         methods["two steps"] = {"drafter": drafter, "denoise_steps": 2}
     rows = benchmark(target, methods, prompts, (0.0,), max_new_tokens=min(192, args.response_tokens),
                      stop_ids=stop_tokens(target, tokenizer))
-    rows = {row["method"]: row for row in rows[-1 - len(methods):]}              # over all domains
-    found = {name: {key: row[key] for key in ("tau", "speedup", "identical")} for name, row in rows.items()}
-    prompt, auto = next(iter(prompts.values()))[0], found.pop("auto")
+    found = {row["method"]: {key: row[key] for key in ("tau", "speedup", "identical")}
+             for row in rows[-len(methods):]}                                    # over all domains
+    prompt = next(iter(prompts.values()))[0]
     cost = {n: cycle_ms(target, drafter, prompt, block_size=n)["draft_ms"] for n in (2, 4, 8, 16)}
-    found["one step"] |= {"auto": auto["speedup"], "draft_ms": cost}
-    return {name: row for name, row in found.items() if name != "autoregressive"}
+    found["one step"] |= {"auto": found.pop("auto")["speedup"], "draft_ms": cost}
+    return found
 
 
 def show_claims(found):
@@ -827,82 +810,81 @@ def show_claims(found):
     lines = ["| claim | flag | measured | mean (least to most) of the seeds | verdict |", "|" + " --- |" * 5]
     for claim, flag, key, names in CLAIMS:
         rows = [[result[key] for result in found[name]] for name in names]
-        means = [statistics.mean(row) for row in rows]
-        best = max(range(len(rows)), key=means.__getitem__)
-        in_order = all(a < b for worse, better in zip(rows, rows[1:]) for a, b in zip(worse, better))
-        rising = best > 0 and means[:best + 1] == sorted(means[:best + 1])
-        verdict = ("holds, in every seed" if in_order else "does not hold" if not rising else
-                   "holds on average" if best == len(rows) - 1 else f"holds up to {names[best]}")
-        results = "; ".join(f"{name} {mean:.2f} ({min(row):.2f} to {max(row):.2f})"
-                            for name, mean, row in zip(names, means, rows))
-        lines.append(f"| {claim} | `{flag}` | {key} | {results} | {verdict} |")
-    cost = {name: [statistics.median(result["draft_ms"][n] for result in found[name])
-                   for n in ("2", "4", "8", "16")] for name in ("5 layers", "eagle3")}
-    holds = cost["5 layers"][3] < 2 * cost["5 layers"][0] and cost["eagle3"][3] > 2 * cost["eagle3"][0]
-    costs = "; ".join(f"{name} {', '.join(f'{ms:.2f}' for ms in row)}" for name, row in cost.items())
+        results = "; ".join(f"{name} {statistics.mean(row):.2f} ({min(row):.2f} to {max(row):.2f})"
+                            for name, row in zip(names, rows))
+        lines.append(f"| {claim} | `{flag}` | {key} | {results} | {verdict(names, rows)} |")
+    flat, linear = ([statistics.median(result["draft_ms"][n] for result in found[name])
+                     for n in ("2", "4", "8", "16")] for name in ("5 layers", "eagle3"))
+    holds = "holds" if flat[3] < 2 * flat[0] and linear[3] > 2 * linear[0] else "does not hold"
+    show = lambda row: ", ".join(f"{ms:.2f}" for ms in row)
     lines.append("| drafting is flat in the block size for DFlash, linear for EAGLE-3 | `--drafter` | draft "
-                 f"ms at block 2, 4, 8, 16 | {costs} | {'holds' if holds else 'does not hold'} |")
+                 f"ms at block 2, 4, 8, 16 | 5 layers {show(flat)}; eagle3 {show(linear)} | {holds} |")
     return "\n".join(lines)
+
+
+def verdict(names, rows):
+    """rows: results by seed, of the variants from worst to best as the claim has it"""
+    means = [statistics.mean(row) for row in rows]
+    best = means.index(max(means))
+    if all(a < b for worse, better in zip(rows, rows[1:]) for a, b in zip(worse, better)):
+        return "holds, in every seed"
+    if best == 0 or means[:best + 1] != sorted(means[:best + 1]):
+        return "does not hold"
+    return "holds on average" if best == len(rows) - 1 else f"holds up to {names[best]}"
 
 
 # ---- command line ------------------------------------------------------------------------------------------
 
-# Learning rates are Muon's, for matrices, and AdamW's, for the rest, or where Muon's is None for all.
-PRESETS = {
-    "cpu": dict(    # about 15 minutes on 2 cores
-        minutes=15.0, vocab_size=448,
-        layers=8, hidden_size=256, intermediate_size=768, heads=4, kv_heads=2,
-        sequence_length=256, batch=16, target_lr=[0.02, 1.2e-2],
-        responses=3072, response_batch=128, response_tokens=192, prompt_tokens=64,
-        temperatures=[0.0, 0.7, 0.0, 1.0],
-        draft_layers=3, block_size=10, anchors=16, draft_batch=16, drafter_lr=[0.03, 4e-3], labels="soft"),
-    "gpu": dict(    # about 100 M parameters on one 24 GB card
-        minutes=45.0, vocab_size=16384,
-        layers=12, hidden_size=768, intermediate_size=2304, heads=12, kv_heads=3,
-        sequence_length=1024, batch=16, target_lr=[0.02, 3e-3],
-        responses=32768, response_batch=256, response_tokens=447, prompt_tokens=64,
-        temperatures=[0.0, 0.7, 1.0],
-        draft_layers=5, block_size=16, anchors=64, draft_batch=16, drafter_lr=[0.02, 3e-3], labels="soft"),
-    "pretrained": dict(    # --target: the paper's values (section 5.1)
-        sequence_length=3072,
-        response_batch=32, response_tokens=2048, prompt_tokens=256, temperatures=[0.0, 0.7, 1.0],
-        draft_layers=5, block_size=16, anchors=512, draft_batch=8, epochs=6, drafter_lr=[None, 6e-4],
-        labels="hard")}
-NUMBERS = {    # what a preset sets, or leaves out: (type, least, help)
-    "minutes": (float, 0, "of the whole run, benchmark included"), "vocab_size": (int, 1, "of the tokenizer"),
-    "layers": (int, 1, "of the target"), "hidden_size": (int, 1, "of target and drafter"),
-    "intermediate_size": (int, 1, "of their MLPs"), "heads": (int, 1, "query heads"),
-    "kv_heads": (int, 1, "key-value heads"), "sequence_length": (int, 1, "tokens of a training sequence"),
-    "batch": (int, 1, "sequences a step, over all processes"),
-    "target_steps": (int, 1, "instead of --minutes"),
-    "responses": (int, 1, "at most so many continuations by the target"),
-    "response_batch": (int, 1, "rows decoded together"), "response_tokens": (int, 1, "new tokens each"),
-    "prompt_tokens": (int, 1, "tokens of each prefix"), "draft_layers": (int, 1, "of the drafter"),
-    "block_size": (int, 2, "tokens of a block, anchor included"), "anchors": (int, 1, "blocks a sequence"),
-    "draft_batch": (int, 1, "sequences a step, over all processes"),
-    "gamma": (float, 0, "decay of the loss over slots; inf: none (default: the paper's)"),
-    "reveal": (float, None, "share of blocks with some tokens given, for --denoise-steps (default: 0)"),
-    "drafter_steps": (int, 1, "instead of --minutes"), "epochs": (float, 0, "instead of --minutes"),
-    "taps": (int, 1, "target layers that the drafter is fed with (default: 5)"),
-    "top_k": (int, None, "of the responses; 0: all (default: what --target recommends)"),
-    "top_p": (float, 0, "of the responses; 1: all (default: what --target recommends)"),
-    "prompts": (int, 1, "benchmark: at most so many a domain (default: 8)"),
-    "seed": (int, None, "(default: 0)")}
-DEFAULTS = {"reveal": 0.0, "taps": 5, "prompts": 8, "seed": 0,
-            "corpus": None, "weights": None, "prompts_from": None}
+def learning_rate(text):
+    return None if text == "none" else number(float, 0, 1e9)(text)
+
+
+COUNT, ROWS, SOME, RATE = number(int, 1), number(int, WORLD), number(float, 1e-9, 1e9), learning_rate
+PRESETS = ("cpu", "gpu", "target")
+FLAGS = (    # name, type, what the presets set, help
+    # cpu: 15 minutes on 2 cores. gpu: 100 M parameters on one 24 GB card. target: the paper's (section 5.1)
+    ("minutes", SOME, 15.0, 45.0, None, "of the whole run, benchmark included"),
+    ("vocab_size", COUNT, 448, 16384, None, "of the tokenizer"),
+    ("layers", COUNT, 8, 12, None, "of the target"),
+    ("hidden_size", COUNT, 256, 768, None, "of target and drafter"),
+    ("intermediate_size", COUNT, 768, 2304, None, "of their MLPs"),
+    ("heads", COUNT, 4, 12, None, "query heads"),
+    ("kv_heads", COUNT, 2, 3, None, "key-value heads"),
+    ("sequence_length", COUNT, 256, 1024, 3072, "tokens of a training sequence"),
+    ("batch", ROWS, 16, 16, None, "sequences a step, over all processes"),
+    ("target_steps", COUNT, None, None, None, "instead of --minutes"),
+    ("target_lr", RATE, [0.02, 0.012], [0.02, 3e-3], None, "Muon's, AdamW's; none: AdamW for all"),
+    ("responses", COUNT, 3072, 32768, None, "at most so many continuations by the target"),
+    ("response_batch", COUNT, 128, 256, 32, "rows decoded together"),
+    ("response_tokens", COUNT, 192, 447, 2048, "new tokens each"),
+    ("prompt_tokens", COUNT, 64, 64, 256, "tokens of each prefix"),
+    ("temperatures", number(float, 0, 1e9), [0.0, 0.7, 0.0, 1.0], [0.0, 0.7, 1.0], [0.0, 0.7, 1.0],
+     "of the responses, in turn"),
+    ("top_k", number(int, 0), None, None, None, "of the responses; 0: all (default: --target's advice)"),
+    ("top_p", number(float, 1e-9, 1), None, None, None, "of the responses; 1: all (default: as top-k)"),
+    ("draft_layers", COUNT, 3, 5, 5, "of the drafter"),
+    ("block_size", number(int, 2), 10, 16, 16, "tokens of a block, anchor included"),
+    ("anchors", COUNT, 16, 64, 512, "blocks a sequence"),
+    ("draft_batch", ROWS, 16, 16, 8, "sequences a step, over all processes"),
+    ("gamma", number(float, 1e-9), None, None, None, "decay over slots (default: the paper's); inf: none"),
+    ("reveal", number(float, 0, 1), 0.0, 0.0, 0.0, "share of blocks partly given, for --denoise-steps"),
+    ("drafter_steps", COUNT, None, None, None, "instead of --minutes"),
+    ("epochs", SOME, None, None, 6, "instead of --minutes"),
+    ("drafter_lr", RATE, [0.03, 4e-3], [0.02, 3e-3], [None, 6e-4], "as --target-lr"),
+    ("taps", COUNT, 5, 5, 5, "target layers that the drafter is fed with"),
+    ("prompts", COUNT, 8, 8, 8, "benchmark: at most so many a domain"),
+    ("seed", number(int, 0), 0, 0, 0, "of everything random"),
+    ("checkpoint_seconds", number(float, 0), 60, 60, 60, "between two checkpoints"))
 
 
 def parser():
-    p = argparse.ArgumentParser(
-        description="Train a target, then a DFlash drafter for it, then benchmark both.",
-        epilog="Flags left out come from the preset.")
+    p = Parser(description="Train a target, then a DFlash drafter for it, then benchmark both.",
+               epilog="In brackets: what the presets set, and --target.")
     add, switch = p.add_argument, argparse.BooleanOptionalAction
-    add("--preset", choices=("cpu", "gpu"), help="default: gpu where there is a CUDA device, else cpu")
+    add("--preset", choices=PRESETS[:2], help="default: gpu where there is a CUDA device, else cpu")
     add("--out", default="out", help="where everything goes, and is found again (default: out)")
-    add("--data", nargs="+", metavar="PATH", help="text files or folders (default: the stubs of torch and "
-        "numpy; gpu: and their sources)")
-    add("--target", metavar="DIR", help="train a drafter for this checkpoint (a Hugging Face folder) "
-        "instead, on --data, which may be .jsonl too")
+    add("--data", nargs="+", metavar="PATH", help="text files, folders (default: stubs; gpu: and sources)")
+    add("--target", metavar="DIR", help="train a drafter for this Hugging Face folder, on --data")
     add("--drafter", choices=DRAFTERS, default="dflash", help="or a baseline, into OUT/eagle3 or OUT/ar")
     add("--mask-token", metavar="TOKEN", help="special token or id for the masks (default: a spare one)")
     add("--suffixes", nargs="+", metavar=".EXT", help="of --data's folders, read only such files")
@@ -911,29 +893,21 @@ def parser():
     add("--rendered", action="store_true", help="--target: in prompts special tokens count as such")
     add("--skip-bad", action="store_true", help="--target: go on without prompts that can't be used")
     add("--resume", action="store_true", help="go on with an interrupted run")
-    add("--checkpoint-seconds", type=float, default=60, metavar="N")
     add("--device", help="cpu, cuda (default: cuda where there is one)")
     add("--compile", action=switch, default=True, help="torch.compile the training steps")
     add("--float32", action="store_true", help="train in float32 where bfloat16 would be faster")
-    add("--injection", choices=("kv", "input"), default="kv", help="features as keys and values of every "
-        "layer (DFlash), or once, as the first layer's input")
+    add("--injection", choices=("kv", "input"), default="kv", help="features enter all layers, or the first")
     add("--anchor-choice", choices=("random", "fixed"), default="random", help="fixed: at block_size, ...")
     add("--responses-from", choices=("target", "corpus"), default="target", help="corpus: the text as it is")
     add("--labels", choices=("soft", "hard"), help="the target's distributions, or as the paper its tokens")
     add("--claims", action="store_true", help="measure the paper's claims over OUT/target: train and "
         "benchmark each variant with 3 seeds, each for the drafter's part of --minutes (hours)")
-    add("--temperatures", type=float, nargs="+", metavar="T", help="of the responses, in turn")
-    for name in ("--target-lr", "--drafter-lr"):
-        add(name, type=learning_rate, nargs=2, metavar=("MUON", "ADAMW"), help="MUON none: AdamW for all")
-    for name, (kind, _, text) in NUMBERS.items():
-        add(f"--{name.replace('_', '-')}", type=kind, metavar="N", help=text)
+    for name, kind, *values, text in FLAGS:
+        known = [f"{preset} {value}" for preset, value in zip(PRESETS, values) if value is not None]
+        text += f" ({'; '.join(known)})" if known else ""
+        nargs = {"temperatures": "+", "target_lr": 2, "drafter_lr": 2}.get(name)
+        add(f"--{name.replace('_', '-')}", type=kind, nargs=nargs, metavar="N", help=text)
     return p
-
-
-def learning_rate(text):
-    if text != "none" and not 0 <= float(text) < math.inf:
-        raise ValueError
-    return None if text == "none" else float(text)
 
 
 def parse(argv=None):
@@ -942,28 +916,13 @@ def parse(argv=None):
     args = parser().parse_args(argv)
     args.device, args.chat_options = find_device(args.device), parse_options(args.chat_options)
     args.cuts = {"top_k": args.top_k or None, "top_p": args.top_p}
-    Sampling(1.0, **args.cuts)                                                   # refuses what is out of range
     args.preset = args.preset or ("gpu" if args.device.type == "cuda" else "cpu")
     args.target = args.target and str(Path(args.target).resolve())
-    preset = PRESETS["pretrained" if args.target else args.preset]
-    if args.drafter_steps or args.minutes:
-        preset = {**preset, "epochs": None}
-    for name, value in (DEFAULTS | preset).items():
-        if getattr(args, name, None) is None:
-            setattr(args, name, value)
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    for name, (kind, least, _) in NUMBERS.items():
-        value, flag = getattr(args, name), f"--{name.replace('_', '-')}"
-        least = world if name in ("batch", "draft_batch") else least
-        if value is not None and kind is int and value < (least or 0):
-            raise UserError(f"{flag} {value} is too small: at least {least or 0}")
-        most = math.inf if least == 0 else 1.0
-        inside = value is None or (least or 0) <= value <= most and (value or least is None)
-        inside = inside and (value != math.inf or name == "gamma")
-        if kind is float and not inside:
-            raise UserError(f"{flag} {value} is out of range: {'more than 0' if least == 0 else '0 to 1'}")
-    positive = all(0 <= t < math.inf for t in args.temperatures)
-    check(positive, "--temperatures", args.temperatures, "at least 0")
+    args.labels = args.labels or ("hard" if args.target else "soft")
+    counted = args.drafter_steps or args.minutes                                 # instead of --epochs
+    for name, _, *values, _ in FLAGS:
+        if getattr(args, name) is None and not (name == "epochs" and counted):
+            setattr(args, name, values[PRESETS.index("target" if args.target else args.preset)])
     if args.target:
         if args.responses_from == "corpus" or args.claims:
             raise UserError("--responses-from corpus and --claims need a target that train.py has trained on "
@@ -988,9 +947,9 @@ def main(argv=None):
         tokenizer, ids, heldout = make_text(run, args)
         pick_mask_token(tokenizer, tokenizer.vocab_size, args.mask_token)       # refused now, not after hours
         target = train_target(run, args, tokenizer, ids, heldout)
-        g = generator(args.seed, 2)
-        begin = torch.randint(len(ids) - args.prompt_tokens, (args.responses,), generator=g)
-        prompts = [ids[i:i + args.prompt_tokens].tolist() for i in begin]
+        most = len(ids) - args.prompt_tokens
+        begin = torch.randint(most, (args.responses,), generator=generator(args.seed, 2))
+        prompts = ids.unfold(0, args.prompt_tokens, 1)[begin].tolist()
     if args.claims:
         responses = make_responses(run, args, target, tokenizer, prompts)
         measure_claims(run, args, target, tokenizer, responses, corpus_rows(args, ids))
@@ -1009,7 +968,7 @@ def main(argv=None):
 def bench(run, args, target, drafter, tokenizer):
     if run.device.type == "cuda" and run.bfloat16:             # as users would; decode.py has --dtype float32
         target, drafter = target.to(torch.bfloat16), drafter.to(torch.bfloat16)
-    seconds = run.seconds_for("benchmark")
+    seconds = run.seconds_for("benchmark") if run.minutes else None
     tokens = 192 if seconds is None or seconds > 60 else 64
     prompts = read_prompts(run.out / "heldout.jsonl", tokenizer, args.prompt_tokens, args.prompts)
     run_benchmark(run.out, target, {"dflash": drafter}, prompts, seconds=seconds, **args.cuts,
