@@ -194,7 +194,6 @@ class Decoder:
             self.features[:, begin:end] = features
             if self.drafter:
                 self.drafter.read(self.target, self.text, self.features, positions, self.caches[1])
-        self.set_kv_len(width)
         self.verify(1)                                  # the last token of each prompt is its first anchor
         self.num_cycles.zero_()                                         # the first token belongs to no cycle
         # Of each cycle: times, tokens read, acceptance lengths; and which cycles compiled or captured a step.
@@ -313,10 +312,10 @@ class Auto:
             else:
                 self.ratios[n].append(ms / ms_before * (1.0 if m == 1 else self.cost(m)))
         self.before = (n, ms) if ms else None
-        if n > 1:
+        if n > 1 and ms:
             self.looks += 1
-            self.power *= math.exp((self.expected - length) / min(self.looks, 20))
-            self.power = min(max(self.power, 0.1), 100.0)
+            power = self.power * math.exp((self.expected - length) / min(self.looks, 20))
+            self.power = min(max(power, 0.1), 100.0)
             lost = self.cost(n) - (self.expected + length) / 2     # the outcome tells as much as the promise
             self.lost += max(0.2, 1 / self.looks) * (lost - self.lost)
 
@@ -533,12 +532,10 @@ def run_benchmark(out, target, drafters, prompts, *, temperatures=(0.0, 1.0), bl
         print(f"\n{row['method']}, temperature {row['temperature']:g}: tokens kept a cycle, bonus token too")
         print(bars(row["acceptance_lengths"]))
     if sweeping:
-        compile = how.get("compile")
-        texts = sum(prompts.values(), [])
+        texts, compile = sum(prompts.values(), []), how.get("compile")
         report["sweep"] = {name: sweep(target, d, texts, compile=compile) for name, d in drafters.items()}
         for name, found in report["sweep"].items():
             print(*(f"\n{name}: {key}\n{table(rows)}" for key, rows in found.items()), sep="\n")
-    Path(out).mkdir(parents=True, exist_ok=True)
     file = Path(out) / "report.json"
     claims = read_optional(file).get("claims")                                   # measured before, they stay
     write_json(file, report | ({"claims": claims} if claims else {}))
@@ -617,8 +614,8 @@ def size_or_auto(text):
 def main(argv=None):
     args = parser().parse_args(argv)
     out, folder = Path(args.out), args.target or Path(args.out) / "target"
-    device, dtype = find_device(args.device), DTYPES.get(args.dtype)
-    target = Transformer.from_pretrained(folder, device=device, dtype=dtype)
+    target = Transformer.from_pretrained(
+        folder, device=find_device(args.device), dtype=DTYPES.get(args.dtype))
     tokenizer = Tokenizer.from_pretrained(folder)
     folders = (args.drafter or drafter_folders(out))[:None if args.bench else 1]
     drafters = {} if args.plain else load_drafters(folders, target)
@@ -639,9 +636,7 @@ def main(argv=None):
                                args.prompts, rendered=args.rendered, skip_bad=args.skip_bad)
         run_benchmark(out, target, drafters, prompts, temperatures=temperatures, sweeping=args.sweep, **how)
         return
-    entry = {"prompt": args.prompt}
-    if args.chat:
-        entry = {"messages": [{"role": "user", "content": args.prompt}]}
+    entry = {"messages": [{"role": "user", "content": args.prompt}]} if args.chat else {"prompt": args.prompt}
     prompt = encode_prompt(entry, tokenizer, None, args.rendered)
     steps = generate(target, drafter, [prompt], temperature=temperatures[0], every_cycle=args.show, **how)
     stream(steps, tokenizer, "" if args.chat else args.prompt, how["stop_ids"], args.show)

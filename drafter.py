@@ -97,8 +97,8 @@ class DFlashDrafter(Drafter):
 
     def inject(self, target, features, context_at, ids, positions, cache):
         """A pass with a cache: the features at positions context_at (B, W) enter it for good, as keys and
-        values of every layer. Those of the block, tokens ids (B, N) at positions (B, N), lie behind them until
-        the next pass writes over them. features: (B, capacity, taps * C). Returns as `forward`."""
+        values of every layer. Those of the block, tokens ids (B, N) at positions (B, N), lie behind them
+        until the next pass writes over them. features: (B, capacity, taps * C). Returns as `forward`."""
         all_at = torch.cat((context_at, positions), 1)                           # (B, W + N)
         # A block sees the whole context, and all of itself
         limit = all_at.amax(1, keepdim=True).expand_as(positions) + 1

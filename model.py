@@ -511,8 +511,10 @@ def read_optional(file):
 
 
 def atomic_write(path, write):
-    """Calls write(temporary path), then renames: neither a reader nor a crash ever sees half a file."""
+    """Calls write(temporary path), then renames: neither a reader nor a crash ever sees half a file. Makes
+    the folder, where there is none."""
     temporary = f"{path}.tmp"
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     write(temporary)
     os.replace(temporary, path)
 
@@ -553,7 +555,6 @@ def load_model(build, path, device, dtype=None):
 
 def save_model(module, path, config):
     """Writes path/model.safetensors and path/config.json; the dtype under its new and its old key."""
-    Path(path).mkdir(parents=True, exist_ok=True)
     file = Path(path) / "model.safetensors"
     atomic_write(file, lambda name: save_file(module.state_dict(), name, metadata={"format": "pt"}))
     dtype = str(module.dtype).removeprefix("torch.")
@@ -715,7 +716,6 @@ class Tokenizer:
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         config |= self.config
         config["eos_token"] = config.get("eos_token") or self.decode([self.eos_id]) or None
-        Path(path).mkdir(parents=True, exist_ok=True)
         write_json(Path(path) / "tokenizer.json", self.data)
         write_json(Path(path) / "tokenizer_config.json", config)
 

@@ -125,7 +125,6 @@ def make_responses(run, args, target, tokenizer, prompts):
     folder, B = run.out / "responses", args.response_batch
     if not run.is_done(args, "responses"):
         run.begin("responses")
-        folder.mkdir(exist_ok=True)
         stop_ids = stop_tokens(target, tokenizer)
         if run.bfloat16:
             target = copy.deepcopy(target).to(torch.bfloat16)                    # half the bytes to stream
@@ -770,7 +769,6 @@ def measure_claims(run, args, target, tokenizer, responses, corpus):
         mine = argparse.Namespace(**(vars(args) | BASE | flags | {"seed": seed}))
         here, first = copy.copy(run), run.out / "claims" / f"{name} 0"
         here.out, here.resume = first.with_name(f"{name} {seed}"), True
-        here.out.mkdir(parents=True, exist_ok=True)
         here.plan = read_plan(here.out) or read_plan(first)                     # every seed has as many steps
         here.start_clock(behind="responses")
         if run.main:
