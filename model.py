@@ -39,40 +39,40 @@ from kernels import attention, causal, make_mask, tree as tree_mask
 # ---- the Transformer ---------------------------------------------------------------------------------------
 
 class KVCache:
-    """Preallocated keys and values of all layers. A rollback moves a length that the caller holds, it copies
-    nothing: slots at or past a row's length are never seen (see the masks in kernels.py), and the next pass
-    writes over them.
+    """Preallocated keys and values of all layers. It knows no lengths: a caller rolls back by masking slots
+    (see kernels.py), and the next pass writes over them.
 
     kv_len: the number of slots that a pass looks at, from the first on; it is past every slot that it writes.
     """
 
     def __init__(self, config, batch, length, device, dtype):
         L, K, D = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
-        # Keys and values of layer 0, of layer 1, ...; in `layers` as a pair of views, to write and to read.
+        # Keys of layer 0, its values, keys of layer 1, ...; of each a pair of views, to write and to read.
         self.data = torch.zeros(2 * L, batch * K * length, D, device=device, dtype=dtype)
-        self.layers = [(self.data[i], self.data[i].view(batch, K, length, D)) for i in range(2 * L)]
+        self.views = [(flat, flat.view(batch, K, length, D)) for flat in self.data]
         self.first = torch.arange(batch * K, device=device).view(batch, K, 1) * length
         self.kv_len = length
 
-    def places(self, slots):
-        """slots (B, N) -> their places in `data`, of all heads (B * K * N,)"""
+    def flat_indices(self, slots):
+        """slots (B, N) -> their indices in `data`, of all heads (B * K * N,)"""
         return (self.first + slots[:, None]).flatten()
 
     def write_at(self, slots):
         """The next pass writes its N tokens at slots (B, N)."""
-        self.writing = self.places(slots)
+        self.writing = self.flat_indices(slots)
 
     def update(self, layer, k, v):
         """Writes k, v (B, N, K, D) of a layer -> that layer's keys and values, (B, K, kv_len, D) each"""
         seen = []
-        for (flat, rows), new in zip(self.layers[2 * layer:2 * layer + 2], (k, v)):
+        for (flat, rows), new in zip(self.views[2 * layer:2 * layer + 2], (k, v)):
             flat.index_copy_(0, self.writing, new.transpose(1, 2).reshape(-1, new.shape[-1]))
             seen.append(rows[:, :, :self.kv_len])
         return seen
 
     def move(self, source, destination):
         """Copies slots source (B, N) to destination (B, N), in all layers."""
-        self.data.index_copy_(1, self.places(destination), self.data.index_select(1, self.places(source)))
+        moved = self.data.index_select(1, self.flat_indices(source))
+        self.data.index_copy_(1, self.flat_indices(destination), moved)
 
 
 class RMSNorm(nn.Module):
@@ -204,8 +204,8 @@ class Transformer(nn.Module):
 
         ids:       (B, Q) token ids
         positions: (B, Q) int64, their places in the text; None: 0 .. Q - 1
-        cache:     KVCache to extend, in which a token's slot is its position, and to read; None: the tokens
-                   see only each other
+        cache:     KVCache to extend and to read; a token's slot is its position, unless in a tree. None: the
+                   tokens see only each other
         taps:      layer ids i (0-based): the residual stream AFTER layer i, Hugging Face's
                    hidden_states[i + 1]
         tree:      (start (B,), ancestors (B, Q, Q) bool): the tokens are a tree of drafts, in slots start,
@@ -271,20 +271,20 @@ class Sampling:
     def draw(self, logits, noise):
         """logits (..., V), noise (..., V) from `exponential_noise`, None at temperature 0 -> token ids (...).
 
-        Of independent clocks that ring at rates p the first to ring is token x with probability p(x), and
-        noise / p are such times. (In logarithms: the largest of logits / temperature + Gumbel noise.)
+        The largest p / noise is token x with probability p(x): of independent clocks that ring at rates p,
+        at times noise / p, it is the first. (In logarithms: logits / temperature + Gumbel noise.)
         """
         return (logits if self.temperature == 0 else self.probabilities(logits) / noise).argmax(-1)
 
     def guess_probabilities(self, logits, noise):
-        """A drafter's logits -> probabilities (..., V) of what the target will draw with this noise. (Squared
-        ones at temperature 0: greedy text is easier to guess than the sampled text that the drafter's
-        probabilities are of.)
+        """A drafter's logits -> weights (..., V), of sum 1, of what the target will draw with this noise:
+        p / noise, whose largest is the draw from p; at temperature 0 p squared, since greedy text is easier
+        to guess than the sampled text that p is of. They order drafts, and never change what is kept.
         """
         if self.temperature == 0:
             return (2 * logits.float()).softmax(-1)
-        early = self.probabilities(logits) / noise
-        return early / early.sum(-1, keepdim=True)
+        weights = self.probabilities(logits) / noise
+        return weights / weights.sum(-1, keepdim=True)
 
     def probabilities(self, logits):
         """logits (..., V) -> probabilities (..., V) in float32 after temperature (> 0), then top-k, then
