@@ -95,49 +95,18 @@ def trained():
 
 # ---- kernels.py ---------------------------------------------------------------------------------------------------------------------
 
-def visible_in_training(anchors, S, block_size, query, key):
-    """The definition (design, "What DFlash is", 4), in plain Python."""
-    block, slot = divmod(query, block_size)
-    if key < S:
-        return key < anchors[block]
-    return (key - S) // block_size == block
-
-
-def training_case():
-    """Two rows of overlapping, equal, first and last anchors."""
-    S, block_size = 20, 4
-    return torch.tensor([[5, 3, 6, 5, 0], [19, 7, 8, 1, 18]]), S, block_size
-
-
-def test_training_mask_equals_its_definition():
-    anchors, S, block_size = training_case()
-    N = anchors.shape[1]
-    mask = kernels.dense(kernels.dflash_training(anchors, S, block_size), 2, N * block_size, S + N * block_size, "cpu")
-    for b, q, kv in itertools.product(range(2), range(N * block_size), range(S + N * block_size)):
-        assert (mask[b, 0, q, kv] == 0) == visible_in_training(anchors[b].tolist(), S, block_size, q, kv), (b, q, kv)
-
-
-def test_the_loops_masks_equal_their_definitions():
-    start = torch.tensor([0, 3, 7])
-    ancestors = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]).bool().expand(3, 4, 4)
-    causal = kernels.dense(kernels.causal(start[:, None] + torch.arange(4)), 3, 4, 12, "cpu")
-    tree = kernels.dense(kernels.tree(start, ancestors), 3, 4, 12, "cpu")
-    drafting = kernels.dense(kernels.context_and_block((start + 4)[:, None].expand(-1, 4)), 3, 4, 12, "cpu")
-    for b, q, kv in itertools.product(range(3), range(4), range(12)):
-        assert (causal[b, 0, q, kv] == 0) == (kv <= int(start[b]) + q)
-        assert (drafting[b, 0, q, kv] == 0) == (kv < int(start[b]) + 4)
-        node = kv - int(start[b])
-        assert (tree[b, 0, q, kv] == 0) == (node < 0 or node < 4 and bool(ancestors[b, q, node]))
-
-
-def plain_softmax(q, k, v, allowed):
-    out = torch.zeros_like(q)
-    for b, h, i in itertools.product(range(q.shape[0]), range(q.shape[1]), range(q.shape[2])):
-        kv_head = h // (q.shape[1] // k.shape[1])
-        keys = [j for j in range(k.shape[2]) if allowed(b, i, j)]
-        weight = torch.softmax(torch.stack([q[b, h, i] @ k[b, kv_head, j] for j in keys]) / math.sqrt(q.shape[-1]), 0)
-        out[b, h, i] = sum(w * v[b, kv_head, j] for w, j in zip(weight, keys))
-    return out
+def masks(device="cpu"):
+    """{name: (mask_mod, queries, keys, definition in plain Python)}, of two rows each."""
+    anchors, start = [[5, 3, 6, 5, 0], [19, 7, 8, 1, 18]], [0, 7]            # overlapping, equal, first and last
+    family = [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]
+    at, ancestors = torch.tensor(start, device=device), torch.tensor(family, device=device).bool().expand(2, 4, 4)
+    return {
+        "training": (kernels.dflash_training(torch.tensor(anchors, device=device), 20, 4), 20, 40,
+                     lambda b, q, kv: kv < anchors[b][q // 4] if kv < 20 else (kv - 20) // 4 == q // 4),
+        "causal": (kernels.causal(at[:, None] + torch.arange(20, device=device)), 20, 40, lambda b, q, kv: kv <= start[b] + q),
+        "tree": (kernels.tree(at, ancestors), 4, 12,
+                 lambda b, q, kv: kv < start[b] or kv - start[b] < 4 and family[q][kv - start[b]] == 1),
+        "drafting": (kernels.context_and_block((at + 4)[:, None].expand(-1, 4)), 4, 12, lambda b, q, kv: kv < start[b] + 4)}
 
 
 def attention_inputs(Q, KV, device="cpu"):
@@ -145,33 +114,35 @@ def attention_inputs(Q, KV, device="cpu"):
     return [torch.randn(2, heads, n, 16, generator=g).to(device) for heads, n in ((4, Q), (2, KV), (2, KV))]
 
 
-def test_every_executor_equals_a_plain_softmax():
-    anchors, S, block_size = training_case()
-    Q, KV = anchors.shape[1] * block_size, S + anchors.shape[1] * block_size
+@pytest.mark.parametrize("name", masks())
+def test_a_mask_equals_its_definition_and_its_executors_a_plain_softmax(name):
+    mask_mod, Q, KV, allowed = masks()[name]
+    dense = kernels.dense(mask_mod, 2, Q, KV, "cpu")
+    for b, i, j in itertools.product(range(2), range(Q), range(KV)):
+        assert (dense[b, 0, i, j] == 0) == allowed(b, i, j), (b, i, j)
     q, k, v = attention_inputs(Q, KV)
-    mask_mod = kernels.dflash_training(anchors, S, block_size)
-    expected = plain_softmax(q, k, v, lambda b, i, j: visible_in_training(anchors[b].tolist(), S, block_size, i, j))
+    expected = torch.zeros_like(q)
+    for b, h, i in itertools.product(range(2), range(4), range(Q)):
+        keys = [j for j in range(KV) if allowed(b, i, j)]
+        expected[b, h, i] = torch.softmax(k[b, h // 2, keys] @ q[b, h, i] / 4, 0) @ v[b, h // 2, keys]
     mask = kernels.make_mask(mask_mod, 2, Q, KV, "cpu")
+    torch.testing.assert_close(kernels.attention(q, k, v, mask), expected)                        # with gradients: plain products
     with torch.no_grad():
         torch.testing.assert_close(kernels.attention(q, k, v, mask), expected)                    # scaled_dot_product_attention
-        block_mask = create_block_mask(mask_mod, 2, None, Q, KV, device="cpu")
-        torch.testing.assert_close(kernels.attention(q, k, v, block_mask), expected)              # FlexAttention compiles forward on the CPU
-    torch.testing.assert_close(kernels.attention(q, k, v, mask), expected)                        # with gradients: plain products
+        if name == "training":                                                                    # FlexAttention compiles forward on the CPU
+            block_mask = create_block_mask(mask_mod, 2, None, Q, KV, device="cpu")
+            torch.testing.assert_close(kernels.attention(q, k, v, block_mask), expected)
 
 
 @cuda
 @pytest.mark.parametrize("name", ("training", "causal"))
 def test_flex_attention_equals_dense_forward_and_backward_on_cuda(name):
-    anchors, S, block_size = training_case()
-    anchors = anchors.cuda()
-    Q, KV = anchors.shape[1] * block_size, S + anchors.shape[1] * block_size
-    mask_mod = kernels.dflash_training(anchors, S, block_size) if name == "training" else kernels.causal(torch.arange(Q).cuda() + torch.tensor([[0], [7]]).cuda())
+    mask_mod, Q, KV, _ = masks("cuda")[name]
     results = []
     for mask in (kernels.compiled(create_block_mask)(mask_mod, 2, None, Q, KV, device="cuda"), kernels.dense(mask_mod, 2, Q, KV, "cuda")):
         inputs = [x.requires_grad_() for x in attention_inputs(Q, KV, "cuda")]
         out = kernels.attention(*inputs, mask)
-        out.square().sum().backward()
-        results.append([out, *(x.grad for x in inputs)])
+        results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
     for flex, dense in zip(*results):
         torch.testing.assert_close(flex, dense, atol=2e-3, rtol=2e-3)
 
@@ -197,25 +168,19 @@ def test_cached_passes_equal_one_pass_for_ragged_rows():
 
 
 def test_taps_are_the_residual_stream_after_the_layer():
-    target, _ = make_pair(layers=4)
-    ids = torch.arange(10)[None]
-    after = []
-    hooks = [layer.register_forward_hook(lambda module, args, out: after.append(out)) for layer in target.model.layers]
-    with torch.no_grad():
-        _, features = target(ids, taps=(0, 2))
-    [hook.remove() for hook in hooks]
+    (target, _), after = make_pair(layers=4), []
+    for layer in target.model.layers:
+        layer.register_forward_hook(lambda module, args, out: after.append(out))
+    _, features = target(torch.arange(10)[None], taps=(0, 2))
     torch.testing.assert_close(features, torch.cat((after[0], after[2]), -1))
 
 
-@pytest.mark.parametrize("taps, layers, n", (
-    ([1, 9, 17, 25, 33], 36, 5), ([1, 2, 3, 4, 5], 8, 5), ([4], 8, 1), ([0, 2, 3, 4, 6], 7, 5), ([0, 1, 2, 3], 4, 5), ([0, 1], 2, 5), ([0], 1, 5)))
-def test_taps_are_distinct(taps, layers, n):
-    assert default_taps(layers, n) == taps
-
-
-@pytest.mark.parametrize("taps, layers", (([1, 17, 32], 36), ([1, 3, 4], 8), ([1, 2, 3], 6), ([0, 2, 3], 4), ([0], 1)))
-def test_eagles_taps_are_distinct(taps, layers):
-    assert Eagle3Drafter.default_taps(layers) == taps
+def test_taps_are_distinct():
+    for layers, n, taps in ((36, 5, [1, 9, 17, 25, 33]), (8, 5, [1, 2, 3, 4, 5]), (8, 1, [4]), (7, 5, [0, 2, 3, 4, 6]),
+                            (4, 5, [0, 1, 2, 3]), (2, 5, [0, 1]), (1, 5, [0])):
+        assert default_taps(layers, n) == taps
+    for layers, taps in ((36, [1, 17, 32]), (8, [1, 3, 4]), (6, [1, 2, 3]), (4, [0, 2, 3]), (1, [0])):
+        assert Eagle3Drafter.default_taps(layers) == taps
 
 
 HF_CONFIGS = {
@@ -285,28 +250,27 @@ def test_old_and_new_configs_say_the_same():
     fails(lambda: ModelConfig.from_dict({**base, "rope_scaling": {"type": "yarn", **yarn, "factor": 8.0}, "rope_parameters": new}), "rope_scaling", "another")
 
 
-def test_half_precision_decodes(tmp_path):
-    for dtype in (torch.bfloat16, torch.float16):
-        target, drafter = (module.to(dtype) for module in make_pair())
-        target.save_pretrained(tmp_path / "t")
-        drafter.save_pretrained(tmp_path / "d")
-        target = Transformer.from_pretrained(tmp_path / "t")
-        drafter = DFlashDrafter.from_pretrained(tmp_path / "d", target)
-        assert target.dtype == drafter.dtype == dtype
+def same(a, b):
+    """Of two models: the same configuration and dtype, and the same weights under the same names."""
+    a, b = ((module.config, module.dtype, {name: p.tolist() for name, p in module.named_parameters()}) for module in (a, b))
+    return a == b
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+def test_what_was_saved_opens_and_decodes(dtype, tmp_path):
+    target, dflash = make_pair(tie_word_embeddings=dtype != torch.bfloat16)
+    target.to(dtype).save_pretrained(tmp_path / "target")
+    again = Transformer.from_pretrained(tmp_path / "target")
+    assert same(again, target) and again.dtype == dtype
+    assert Transformer.from_pretrained(tmp_path / "target", dtype=torch.float32).dtype == torch.float32
+    for drafter in (dflash, make_baseline("eagle3", target), make_baseline("ar", target)):
+        drafter.to(dtype).save_pretrained(tmp_path / drafter.method)
+        drafter_again = load_drafter(tmp_path / drafter.method, again)
+        assert type(drafter_again) is type(drafter) and same(drafter_again, drafter)
         for temperature in (0.0, 1.0):
-            out = speculative(target, drafter, PROMPTS, 12, temperature=temperature, seed=0)
+            out = speculative(again, drafter_again, PROMPTS, 12, temperature=temperature, seed=0)
             assert [len(row) for row in out.tokens] == [12] * len(PROMPTS)
-
-
-def test_target_round_trip(tmp_path):
-    for tied, dtype in ((True, torch.float32), (False, torch.bfloat16)):
-        target, _ = make_pair(tie_word_embeddings=tied)
-        target.to(dtype).save_pretrained(tmp_path)
-        again = Transformer.from_pretrained(tmp_path)
-        assert again.config == target.config and again.dtype == dtype and Transformer.from_pretrained(tmp_path, dtype=torch.float32).dtype == torch.float32
-        assert not list(tmp_path.glob("*.tmp"))
-        for (name, p), (_, q) in zip(target.named_parameters(), again.named_parameters(), strict=True):
-            assert torch.equal(p, q), name
+    assert not list(tmp_path.rglob("*.tmp"))
 
 
 # ---- the tokenizer --------------------------------------------------------------------------------------------------------------------
@@ -1191,29 +1155,6 @@ def test_a_new_eagle_starts_as_the_targets_last_layer():
         wide = getattr(attn, name).weight
         assert torch.equal(wide[:, 32:], getattr(theirs, name).weight) and 0 < wide[:, :32].std() < 0.05
     assert torch.equal(attn.o_proj.weight, theirs.o_proj.weight) and torch.equal(drafter.norm.weight, target.model.norm.weight)
-
-
-@pytest.mark.parametrize("kind", BASELINES)
-def test_a_baselines_round_trip(kind, tmp_path):
-    target, dflash = make_pair()
-    drafter = make_baseline(kind, target)
-    drafter.save_pretrained(tmp_path / "b")
-    again = load_drafter(tmp_path / "b", target)
-    assert type(again) is BASELINES[kind] and again.config == drafter.config
-    assert all(torch.equal(p, q) for p, q in zip(drafter.parameters(), again.parameters(), strict=True))
-    if kind == "eagle3":
-        names = set(load_file(tmp_path / "b" / "model.safetensors"))
-        assert {"fc.weight", "hidden_norm.weight", "norm.weight", "layers.0.self_attn.q_norm.weight", "layers.0.mlp.up_proj.weight"} <= names
-        assert not any("embed" in name or "lm_head" in name or "layers.1" in name for name in names)
-    dflash.save_pretrained(tmp_path / "d")
-    assert type(load_drafter(tmp_path / "d", target)) is DFlashDrafter
-    target.save_pretrained(tmp_path / "t")
-    fails(lambda: load_drafter(tmp_path / "t", target), "not a drafter", "Qwen3ForCausalLM")
-    fails(lambda: load_drafter(tmp_path / "b", make_pair(layers=7)[0]), "another target", "num_target_layers")
-    fails(lambda: DFlashDrafter.from_pretrained(tmp_path / "b", target), "not a DFlash drafter")
-    config = json.loads((tmp_path / "b" / "config.json").read_text())
-    (tmp_path / "b" / "config.json").write_text(json.dumps({**config, "block_size": 0}))
-    fails(lambda: load_drafter(tmp_path / "b", target), "block_size 0", f"{kind}/")
 
 
 # ---- train.py -----------------------------------------------------------------------------------------------------------------------------
