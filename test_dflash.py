@@ -460,32 +460,43 @@ def test_missing_and_broken_files(tmp_path):
 
 # ---- drafter.py -----------------------------------------------------------------------------------------------------------------------
 
-def training_outputs(target, drafter, ids, features, anchors):
-    """Hidden states of all blocks (B, N, block_size, C), as in training."""
+def normed(target, drafter, *batch, **how):
+    """What the drafter's final norm gives in its loss of training_batch(*batch, **how): a list, an entry a call."""
     caught = []
     hook = drafter.norm.register_forward_hook(lambda module, args, out: caught.append(out))
-    with torch.no_grad():
-        drafter.loss(target, training_batch(ids, features, anchors, block_size=drafter.config.block_size))
+    drafter.loss(target, training_batch(*batch, **how, block_size=drafter.config.block_size))
     hook.remove()
-    return caught[0].view(*anchors.shape, drafter.config.block_size, -1)
+    return caught
 
 
-@pytest.mark.parametrize("injection", ("kv", "input"))
-def test_training_and_decoding_draft_the_same(injection):
-    """The same anchor and context give the same logits, decoded over several cycles with a cache and features in ragged portions."""
-    target, drafter = make_pair(block_size=5, injection=injection)
+def block_outputs(target, drafter, ids, features, anchors):
+    """DFlash's hidden states of all blocks (B, N, block_size, C), as in training."""
+    return normed(target, drafter, ids, features, anchors)[0].view(*anchors.shape, drafter.config.block_size, -1).detach()
+
+
+@pytest.mark.parametrize("kind", ("kv", "input", "eagle3"))
+@torch.no_grad()
+def test_training_and_decoding_draft_the_same(kind):
+    """The same anchor and context give the same logits, decoded over several cycles with a cache and features in ragged, gappy portions; EAGLE-3's
+    where the drafts equal the text."""
+    target, drafter = make_pair(block_size=5, injection="input" if kind == "input" else "kv")
+    drafter = make_baseline(kind, target) if kind in BASELINES else drafter
     ids = torch.randint(60, (2, 40), generator=torch.Generator().manual_seed(3))
     anchors = torch.tensor([[6, 9, 10, 15], [3, 4, 9, 11]])
-    with torch.no_grad():
-        _, features = target(ids, taps=drafter.config.target_layer_ids)
-        expected = target.logits(training_outputs(target, drafter, ids, features, anchors))[:, :, 1:]
-        cache = KVCache(drafter.config.layers, 2, 60, "cpu", torch.float32)
-        drafter.read(target, ids, features, torch.arange(3).expand(2, -1), cache)                 # as the prefill does
-        for n, window in enumerate((3, 3, 8, 5)):                                                 # as far back as the row that needs it most, or further
-            start = anchors[:, n]
-            known = features.masked_fill((torch.arange(40) >= start[:, None])[..., None], 9.0)    # what is not known yet
-            logits = drafter.draft(target, ids, known, start, window, 5, cache, None)
-            torch.testing.assert_close(logits, expected[:, n], atol=1e-5, rtol=1e-5)
+    _, features = target(ids, taps=drafter.config.target_layer_ids)
+    if kind in BASELINES:                                                                         # the steps of chains from everywhere
+        steps = normed(target, drafter, ids, features, torch.arange(1, 40).expand(2, -1))
+        outputs = torch.stack([hidden[torch.arange(2)[:, None], anchors - 1] for hidden in steps], 2)
+    else:
+        outputs = block_outputs(target, drafter, ids, features, anchors)[:, :, 1:]
+    cache = KVCache(drafter.config.layers, 2, 60, "cpu", torch.float32)
+    drafter.read(target, ids, features, torch.arange(3).expand(2, -1), cache)                     # as the prefill does
+    for n, window in enumerate((4, 3, 8, 5)):                                                     # as far back as the row that needs it most, or further
+        start = anchors[:, n:n + 1]
+        known = features.masked_fill((torch.arange(40) >= start)[..., None], 9.0)                 # what is not known yet
+        text = lambda logits, slot: ids.gather(1, start + 1 + slot)
+        logits = drafter.draft(target, ids, known, start[:, 0], window, 5, cache, text)
+        torch.testing.assert_close(logits, target.logits(outputs[:, n]), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("injection", ("kv", "input"))
@@ -494,19 +505,18 @@ def test_nothing_at_or_after_an_anchor_leaks_into_its_block(injection):
     g = torch.Generator().manual_seed(0)
     ids = torch.randint(60, (1, 30), generator=g)
     anchors = torch.tensor([[4, 7, 8, 15, 20]])                                                   # blocks overlap
-    with torch.no_grad():
-        _, features = target(ids, taps=drafter.config.target_layer_ids)
-    before = training_outputs(target, drafter, ids, features, anchors)
+    features = target(ids, taps=drafter.config.target_layer_ids)[1].detach()
+    before = block_outputs(target, drafter, ids, features, anchors)[0]
     for n, anchor in enumerate(anchors[0].tolist()):
+        block = lambda ids, features: block_outputs(target, drafter, ids, features, anchors)[0, n]
         other_ids, other_features = ids.clone(), features.clone()
         other_features[:, anchor:] += torch.randn(features[:, anchor:].shape, generator=g)
         other_ids[:, anchor + 1:] = torch.randint(60, (1, 30 - anchor - 1), generator=g)
-        after = training_outputs(target, drafter, other_ids, other_features, anchors)
-        torch.testing.assert_close(after[0, n], before[0, n])
+        torch.testing.assert_close(block(other_ids, other_features), before[n])
         other_features[:, anchor - 1] += 1                                                        # while the position before it counts
-        assert not torch.allclose(training_outputs(target, drafter, other_ids, other_features, anchors)[0, n], before[0, n], atol=1e-3)
+        assert not torch.allclose(block(other_ids, other_features), before[n], atol=1e-3)
         other_ids[:, anchor] = (other_ids[:, anchor] + 1) % 60                                    # and so does the anchor itself
-        assert not torch.allclose(training_outputs(target, drafter, other_ids, features, anchors)[0, n], before[0, n], atol=1e-3)
+        assert not torch.allclose(block(other_ids, features), before[n], atol=1e-3)
 
 
 def test_anchors_slot_holds_the_token_and_the_rest_masks():
@@ -527,34 +537,42 @@ def test_anchors_slot_holds_the_token_and_the_rest_masks():
     assert (weight == 0).tolist() == [[True, False, False, False], [True, False, True, False]]    # given slots are no labels
 
 
-def test_loss_equals_its_definition_whole_and_in_chunks():
+@pytest.mark.parametrize("kind", ("dflash", "eagle3", "ar"))
+def test_a_loss_equals_its_definition_whole_and_in_chunks(kind):
     target, drafter = make_pair(block_size=4)
-    g = torch.Generator().manual_seed(0)
-    ids = torch.randint(60, (2, 16), generator=g)
+    drafter = make_baseline(kind, target, block_size=4) if kind in BASELINES else drafter
+    ids = torch.randint(60, (2, 16), generator=torch.Generator().manual_seed(0))
     trainable = torch.arange(16).expand(2, -1) >= torch.tensor([[3], [6]])
     anchors, valid = torch.tensor([[4, 13, 9], [6, 15, 2]]), torch.tensor([[True, True, True], [True, True, False]])
+    everywhere, valid_anchors = torch.arange(16).expand(2, -1), anchors.masked_fill(~valid, 99)
     with torch.no_grad():
-        _, features = target(ids, taps=drafter.config.target_layer_ids)
-        log_probs = target.logits(training_outputs(target, drafter, ids, features, anchors)).log_softmax(-1)
-        p = target.logits(target(ids)[0]).softmax(-1)
-    hard = soft = weights = 0.0
-    for b, n, k in itertools.product(range(2), range(3), range(1, 4)):
-        position = int(anchors[b, n]) + k
-        if valid[b, n] and position < 16 and trainable[b, position]:
-            w = math.exp(-(k - 1) / 4.0)
-            weights += w
-            hard -= w * log_probs[b, n, k, ids[b, position]].item()                               # slot k predicts the token AT its position
-            soft -= w * (p[b, position - 1] * log_probs[b, n, k]).sum().item()                    # which the target predicts from the one before
-    with torch.no_grad():
-        target_hidden = target(ids)[0]
+        target_hidden, features = target(ids, taps=drafter.config.target_layer_ids)
+        p = target.logits(target_hidden).softmax(-1)
+        # Each step of the loss: its weight, which token (its position) each of its hidden states predicts, these
+        if kind == "dflash":                                                                      # slot k predicts the token AT its position
+            outputs = block_outputs(target, drafter, ids, features, anchors)
+            steps = [(math.exp(-(k - 1) / 4), valid_anchors + k, outputs[:, :, k]) for k in (1, 2, 3)]
+        elif kind == "eagle3":
+            steps = [(0.8**j, everywhere + 2 if j == 0 else valid_anchors + 1 + j, hidden)
+                     for j, hidden in enumerate(normed(target, drafter, ids, features, anchors))]
+        else:
+            steps = [(1.0, everywhere + 1, drafter.transformer(ids)[0])]
+        hard = soft = weights = 0.0
+        for j, (w, label_at, hidden) in enumerate(steps):
+            log_probs = (drafter.transformer if kind == "ar" else target).logits(hidden).log_softmax(-1)
+            labelled = [(b, n, at) for b in range(2) for n, at in enumerate(label_at[b].tolist()) if at < 16 and trainable[b, at]]
+            if kind == "eagle3":                                                                  # fewer chains weigh as much as all
+                everything = len(labelled) if j == 0 else everything
+                w *= everything / len(labelled)
+            weights += w * len(labelled)
+            hard -= w * sum(log_probs[b, n, ids[b, at]].item() for b, n, at in labelled)
+            soft -= w * sum((p[b, at - 1] @ log_probs[b, n]).item() for b, n, at in labelled)     # the target predicts it from the one before
     for expected, hidden in ((hard, None), (soft, target_hidden)):
         gradients = []
         for chunk in (2**26, 61 * 5):
             loss, weight = drafter.loss(target, training_batch(ids, features, anchors, trainable, valid, hidden, 4), 4.0, chunk)
             assert loss.item() == pytest.approx(expected, rel=1e-5) and weight.item() == pytest.approx(weights, rel=1e-6)
-            drafter.zero_grad()
-            loss.backward()
-            gradients.append(drafter.fc.weight.grad.clone())
+            gradients.append(torch.cat([x.flatten() for x in torch.autograd.grad(loss, [*drafter.parameters()])]))
         torch.testing.assert_close(*gradients)
     assert [default_gamma(n) for n in (16, 10, 8)] == [7, 5, 4]
 
@@ -568,40 +586,48 @@ def test_a_new_drafter_starts_as_the_targets_last_layers():
             assert torch.equal(value, theirs.get(name, torch.ones(16))), name
         x = torch.randn(5 * 32)
         assert F.cosine_similarity(drafter.fc(x), x[-32:], dim=0) > 0.8                           # reads the last tap
+    eagle = Eagle3Drafter.for_target(target, block_size=4)
+    eagle.init_weights(target, torch.Generator().manual_seed(0))
+    assert eagle.config.target_layer_ids == [1, 2, 3] and torch.equal(eagle.norm.weight, target.model.norm.weight)
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        ours, theirs = eagle.layers[0].self_attn.get_submodule(name).weight, target.model.layers[5].self_attn.get_submodule(name).weight
+        assert torch.equal(ours[:, -theirs.shape[1]:], theirs)
+        assert name == "o_proj" or ours.shape[1] == 64 and 0 < ours[:, :32].std() < 0.05
 
 
 def test_anchors_are_random_different_and_trainable():
-    trainable = torch.zeros(2, 30, dtype=torch.bool)
-    trainable[0, 10:] = True
-    trainable[1, 26:] = True
-    draws = [sample_anchors(trainable, 8, 4, torch.Generator().manual_seed(seed))[:2] for seed in range(200)]
-    seen = set()
-    for anchors, valid in draws:
+    trainable, seen = torch.arange(30) >= torch.tensor([[10], [26]]), set()
+    draw = lambda seed, trainable=trainable, n=8, size=4, **how: sample_anchors(trainable, n, size, torch.Generator().manual_seed(seed), **how)
+    for seed in range(200):
+        anchors, valid, _ = draw(seed)
         assert valid[0].all() and valid[1].sum() == 3                                             # 26, 27, 28 have a trainable successor
         assert len(set(anchors[0].tolist())) == 8 and set(anchors[1][valid[1]].tolist()) == {26, 27, 28}
         seen |= set(anchors[0].tolist())
     assert seen == set(range(10, 29))
-    anchors, valid, revealed = sample_anchors(trainable, 8, 4, torch.Generator().manual_seed(0), choice="fixed")      # the switch: blocks cut at multiples of their size
-    assert set(anchors[0][valid[0]].tolist()) == {12, 16, 20, 24, 28} and set(anchors[1][valid[1]].tolist()) == {28} and not revealed.any()
-    _, _, revealed = sample_anchors(torch.ones(200, 30, dtype=torch.bool), 20, 8, torch.Generator().manual_seed(0), reveal=0.3)
-    assert revealed.any(-1).float().mean() == pytest.approx(0.3, abs=0.03) and revealed.float().mean() == pytest.approx(0.15, abs=0.02)
+    anchors, valid, revealed = draw(0, choice="fixed")                                            # the switch: blocks cut at multiples of their size
+    assert [set(row[ok].tolist()) for row, ok in zip(anchors, valid)] == [{12, 16, 20, 24, 28}, {28}] and not revealed.any()
+    revealed = draw(0, torch.ones(200, 30, dtype=torch.bool), 20, 8, reveal=0.3)[2].float()
+    assert revealed.amax(-1).mean() == pytest.approx(0.3, abs=0.03) and revealed.mean() == pytest.approx(0.15, abs=0.02)
 
 
-def test_drafter_round_trip_and_published_layout(tmp_path):
+def test_drafters_have_the_published_layout(tmp_path):
     target, drafter = make_pair()
     drafter.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["architectures"] == ["DFlashDraftModel"] and config["block_size"] == 8 and config["num_target_layers"] == 6
-    assert config["dflash_config"]["mask_token_id"] == 60 and config["dflash_config"]["target_layer_ids"] == drafter.config.target_layer_ids
-    names = set(load_file(tmp_path / "model.safetensors"))
-    assert {"fc.weight", "hidden_norm.weight", "norm.weight", "layers.1.self_attn.k_norm.weight", "layers.0.mlp.up_proj.weight"} <= names
-    assert not any("embed" in name or "lm_head" in name for name in names)
+    own = config["dflash_config"]
+    assert own["mask_token_id"] == 60 and own["target_layer_ids"] == drafter.config.target_layer_ids
+    make_baseline("eagle3", target).save_pretrained(tmp_path / "eagle3")
+    for folder, layers in ((tmp_path, {"0", "1"}), (tmp_path / "eagle3", {"0"})):
+        names = set(load_file(folder / "model.safetensors"))
+        assert {"fc.weight", "hidden_norm.weight", "norm.weight"} == {name for name in names if not name.startswith("layers.")}
+        assert {name.split(".")[1] for name in names if name.startswith("layers.")} == layers
+        assert {"layers.0.self_attn.k_norm.weight", "layers.0.mlp.up_proj.weight"} <= names
     del config["block_size"]                                                                      # newer files hold it inside dflash_config
-    for raw in (config, {**config, "block_size": 8, "dflash_config": {k: v for k, v in config["dflash_config"].items() if k != "block_size"}}):
+    del own["block_size"]
+    for raw in ({**config, "dflash_config": {**own, "block_size": 8}}, {**config, "block_size": 8}):
         (tmp_path / "config.json").write_text(json.dumps(raw))
-        again = DFlashDrafter.from_pretrained(tmp_path, target)
-        assert again.config == drafter.config
-        assert all(torch.equal(p, q) for p, q in zip(drafter.parameters(), again.parameters(), strict=True))
+        assert same(DFlashDrafter.from_pretrained(tmp_path, target), drafter)
 
 
 # ---- decode.py: lossless ----------------------------------------------------------------------------------------------------------------
@@ -1075,86 +1101,6 @@ def test_a_drafter_that_is_the_target_is_always_right(shapes):
     for temperature in (0.0, 1.0):                                                                # sampled too: it draws with the target's noise
         out = speculative(target, drafter, PROMPTS, 43, temperature=temperature, seed=0)
         assert all(row == [6] * 7 for row in out.acceptance_lengths)
-
-
-def eagle_unrolled(target, drafter, ids, features, anchors=None):
-    """Normed hidden states of every step of the training-time test: [(B, chains, C) for each step], of chains from all positions and then from
-    the anchors' predecessors; None: from all again."""
-    caught = []
-    hook = drafter.norm.register_forward_hook(lambda module, args, out: caught.append(out))
-    drafter.loss(target, training_batch(ids, features, torch.arange(1, ids.shape[1]).expand(len(ids), -1) if anchors is None else anchors))
-    hook.remove()
-    return caught
-
-
-def test_training_time_test_equals_drafting_step_by_step():
-    """Where the drafts equal the text: decoded over several cycles, with unread positions in ragged, gappy portions."""
-    target, _ = make_pair()
-    drafter = make_baseline("eagle3", target)
-    ids = torch.randint(60, (2, 40), generator=torch.Generator().manual_seed(3))
-    anchors = torch.tensor([[6, 9, 10, 15], [3, 4, 9, 11]])
-    with torch.no_grad():
-        _, features = target(ids, taps=drafter.config.target_layer_ids)
-        expected = [target.logits(hidden) for hidden in eagle_unrolled(target, drafter, ids, features)]
-        cache = KVCache(drafter.config.layers, 2, 60, "cpu", torch.float32)
-        drafter.read(target, ids, features, torch.arange(3).expand(2, -1), cache)
-        for n, window in enumerate((4, 3, 8, 5)):
-            start, slots = anchors[:, n], []
-            known = features.masked_fill((torch.arange(40) >= start[:, None])[..., None], 9.0)
-
-            def sample(logits, slot):
-                slots.append(slot)
-                return ids.gather(1, start[:, None] + 1 + slot)
-            logits = drafter.draft(target, ids, known, start, window, 5, cache, sample)
-            assert slots == [0, 1, 2, 3]
-            for j in range(4):
-                torch.testing.assert_close(logits[:, j], expected[j][torch.arange(2), start - 1], atol=1e-5, rtol=1e-5)
-
-
-def test_the_baselines_losses_equal_their_definitions():
-    target, _ = make_pair()
-    eagle, ar = make_baseline("eagle3", target, block_size=4), make_baseline("ar", target)
-    ids = torch.randint(60, (2, 16), generator=torch.Generator().manual_seed(0))
-    trainable = torch.arange(16).expand(2, -1) >= torch.tensor([[3], [6]])
-    anchors, valid = torch.tensor([[4, 13, 9], [6, 15, 2]]), torch.tensor([[True, True, True], [True, True, False]])
-    everywhere = [[*range(16)]] * 2
-    chains = [[t - 1 for t, real in zip(row, ok) if real] for row, ok in zip(anchors.tolist(), valid.tolist())]
-    with torch.no_grad():
-        target_hidden, features = target(ids, taps=eagle.config.target_layer_ids)
-        p = target.logits(target_hidden).softmax(-1)
-        unrolled = [target.logits(hidden).log_softmax(-1) for hidden in eagle_unrolled(target, eagle, ids, features, anchors)]
-        steps = {"eagle3": [(0.8**j, 2 + j, chains if j else everywhere, log_probs) for j, log_probs in enumerate(unrolled)],
-                 "ar": [(1.0, 1, everywhere, ar.transformer.logits(ar.transformer(ids)[0]).log_softmax(-1))]}
-    for drafter in (eagle, ar):
-        hard = soft = weights = 0.0
-        for w, ahead, starts, log_probs in steps[drafter.method]:                                 # position t predicts the token at t + ahead
-            labelled = [(b, n, t + ahead) for b in range(2) for n, t in enumerate(starts[b]) if t + ahead < 16 and trainable[b, t + ahead]]
-            all_labelled = all_labelled if ahead > 2 else len(labelled)
-            weights += w * all_labelled                                                           # fewer chains weigh as much as all
-            for b, n, at in labelled:
-                hard -= w * all_labelled / len(labelled) * log_probs[b, n, ids[b, at]].item()
-                soft -= w * all_labelled / len(labelled) * (p[b, at - 1] * log_probs[b, n]).sum().item()
-        for expected, hidden in ((hard, None), (soft, target_hidden)):
-            gradients = []
-            for chunk in (2**26, 61 * 5):
-                loss, weight = drafter.loss(target, training_batch(ids, features, anchors, trainable, valid, hidden), chunk=chunk)
-                assert loss.item() == pytest.approx(expected, rel=1e-5) and weight.item() == pytest.approx(weights, rel=1e-6)
-                drafter.zero_grad()
-                loss.backward()
-                gradients.append(torch.cat([p.grad.flatten() for p in drafter.parameters()]))
-            torch.testing.assert_close(*gradients)
-
-
-def test_a_new_eagle_starts_as_the_targets_last_layer():
-    target, _ = make_pair()
-    drafter = Eagle3Drafter.for_target(target, block_size=4)
-    drafter.init_weights(target, torch.Generator().manual_seed(0))
-    assert drafter.config.target_layer_ids == [1, 2, 3]
-    attn, theirs = drafter.layers[0].self_attn, target.model.layers[5].self_attn
-    for name in ("q_proj", "k_proj", "v_proj"):
-        wide = getattr(attn, name).weight
-        assert torch.equal(wide[:, 32:], getattr(theirs, name).weight) and 0 < wide[:, :32].std() < 0.05
-    assert torch.equal(attn.o_proj.weight, theirs.o_proj.weight) and torch.equal(drafter.norm.weight, target.model.norm.weight)
 
 
 # ---- train.py -----------------------------------------------------------------------------------------------------------------------------
