@@ -254,7 +254,8 @@ def test_logits_equal_transformers(kind, tmp_path):
         hidden, _ = target(ids[:, begin:end], torch.arange(begin, end).expand(2, -1), cache)
         close(target.logits(hidden), theirs.logits[:, begin:end])
     target.save_pretrained(tmp_path / "again")                                                    # and back
-    again = type(model).from_pretrained(tmp_path / "again", attn_implementation="eager").eval()
+    auto = sys.modules["transformers"].AutoModelForCausalLM
+    again = auto.from_pretrained(tmp_path / "again", attn_implementation="eager").eval()
     close(again(ids).logits, theirs.logits)
 
 
@@ -575,8 +576,7 @@ def test_a_loss_equals_its_definition_whole_and_in_chunks(kind):
     with torch.no_grad():
         target_hidden, features = target(ids, taps=drafter.config.target_layer_ids)
         p = target.logits(target_hidden).softmax(-1)
-        # Each step of the loss: its weight, which token (its position) each of its hidden states predicts,
-        # these
+        # Each step of the loss: its weight, the position of the token that each hidden state predicts, these
         if kind == "dflash":  # slot k predicts the token AT its position
             outputs = block_outputs(target, drafter, ids, features, anchors)
             steps = [(math.exp(-(k - 1) / 4), valid_anchors + k, outputs[:, :, k]) for k in (1, 2, 3)]
@@ -1297,7 +1297,7 @@ def test_the_whole_path(finished_run, data, capsys):
     assert "layers = 4, not 5" in refused.stderr
 
 
-def test_decode_command_line(finished_run, capsys, monkeypatch):
+def test_decode_command_line(finished_run, capsys):
     out = finished_run
 
     def printed(*flags):
