@@ -585,7 +585,7 @@ def test_a_loss_equals_its_definition_whole_and_in_chunks(kind):
                      for j, hidden in enumerate(normed(target, drafter, ids, features, anchors))]
         else:
             steps = [(1.0, everywhere + 1, drafter.transformer(ids)[0])]
-        hard = soft = weights = 0.0
+        hard = soft = weights = everything = 0.0
         for j, (w, label_at, hidden) in enumerate(steps):
             log_probs = (drafter.transformer if kind == "ar" else target).logits(hidden).log_softmax(-1)
             places = [(b, n, int(label_at[b, n])) for b, n in product(range(2), range(label_at.shape[1]))]
@@ -1043,13 +1043,13 @@ def noise_shared_by_all_rows(patch, original=decode.exponential_noise):
 
 
 def the_targets_draw_one_index_late(patch):
-    """Each index's noise serves twice: for the last draw of a cycle, and for the first of the next."""
+    """One noise serves two indices: that of the token before the first cycle, and the next."""
     original = decode.Decoder.verify
 
     def late(self, n):
-        self.prompt_length += 1
+        self.prompt_length += int(n > 1)
         original(self, n)
-        self.prompt_length -= 1
+        self.prompt_length -= int(n > 1)
     patch.setattr(decode.Decoder, "verify", late)
 
 
@@ -1057,8 +1057,13 @@ def likely_drafts_are_kept_too(patch):
     patch.setattr(decode, "accept_chain", lambda drafts, draws: (
         1 + ((drafts.tokens[:, 1:] == draws[:, :-1]) | (drafts.tokens[:, 1:] == 2)).cumprod(1).sum(1)))
     original = decode.Decoder.commit
-    patch.setattr(decode.Decoder, "commit", lambda self, tokens, num_kept, features: original(
-        self, tokens if self.drafts is None else torch.where(torch.arange(tokens.shape[1]) < num_kept[:, None] - 1, F.pad(self.drafts.tokens[:, 1:], (0, 1)), tokens), num_kept, features))
+
+    def commit(self, tokens, length, features):
+        if tokens.shape[1] > 1:
+            accepted = torch.arange(tokens.shape[1]) < length[:, None] - 1
+            tokens = torch.where(accepted, F.pad(self.drafts.tokens[:, 1:], (0, 1)), tokens)
+        original(self, tokens, length, features)
+    patch.setattr(decode.Decoder, "commit", commit)
 
 
 @pytest.mark.parametrize("wrong", (noise_shared_by_all_indices, noise_shared_by_all_rows, the_targets_draw_one_index_late, likely_drafts_are_kept_too))
@@ -1358,17 +1363,16 @@ def test_the_claims_are_measured_and_go_on_where_they_stopped(finished_run, data
     flags = ["--data", str(data), "--out", str(out), *TINY, "--drafter-steps", "3", "--claims"]
     calls, original = [], train.benchmark
 
-    def benchmark(target, methods, prompts, tokens, *args, **how):
-        calls.append(methods)
+    def benchmark(*args, **how):
+        calls.append(args)
         if len(calls) == 3:
             raise InterruptedError
-        return original(target, methods, prompts, 8, *args, **how)
+        return original(*args, **how | {"max_new_tokens": 8})
     monkeypatch.setattr(train, "benchmark", benchmark)
     with pytest.raises(InterruptedError):
         train.main(flags)
     train.main(flags)
     assert len(calls) == 3 * len(few) + 1
-    
     printed = capsys.readouterr().out
     assert all(claim[0] in printed for claim in train.CLAIMS) and "linear for EAGLE-3" in printed
     found = read_json(out / "report.json")["claims"]
