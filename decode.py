@@ -522,6 +522,8 @@ def run_benchmark(out, target, drafters, prompts, *, temperatures=(0.0, 1.0), bl
             methods[f"{name} tree"] = {"drafter": drafter, "block_size": size, "tree_budget": budget}
         if block_size == "auto":
             methods[f"{name} auto"] = {"drafter": drafter, "block_size": "auto", "tree_budget": budget}
+    file = Path(out) / "report.json"
+    claims = read_optional(file).get("claims")                                   # measured before, they stay
     results = benchmark(target, methods, prompts, temperatures, **how)
     report = {"device": device_name(target.device), "dtype": str(target.dtype).removeprefix("torch."),
               "torch": torch.__version__, "max_new_tokens": how["max_new_tokens"], "block_size": block_size,
@@ -536,8 +538,6 @@ def run_benchmark(out, target, drafters, prompts, *, temperatures=(0.0, 1.0), bl
         report["sweep"] = {name: sweep(target, d, texts, compile=compile) for name, d in drafters.items()}
         for name, found in report["sweep"].items():
             print(*(f"\n{name}: {key}\n{table(rows)}" for key, rows in found.items()), sep="\n")
-    file = Path(out) / "report.json"
-    claims = read_optional(file).get("claims")                                   # measured before, they stay
     write_json(file, report | ({"claims": claims} if claims else {}))
 
 

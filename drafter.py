@@ -588,8 +588,9 @@ def drafter_folders(out):
 def remembered_options(folder):
     """The keywords of the chat template that a drafter was trained with; none where there is no drafter."""
     raw = read_optional(Path(folder) / "config.json")
-    own = [raw.get(f"{method}_config") or {} for method in DRAFTERS]
-    return next((section["chat_options"] for section in own if "chat_options" in section), {})
+    own = next(filter(None, (raw.get(f"{method}_config") for method in DRAFTERS)), None)
+    options = own.get("chat_options") if isinstance(own, dict) else None
+    return options if isinstance(options, dict) else {}
 
 
 def load_drafters(folders, target):

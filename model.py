@@ -422,7 +422,9 @@ class ModelConfig:
         found = left_out | found | read_rope(raw)
         whole = heads % found["num_key_value_heads"] == 0
         check(whole, "num_attention_heads", heads, "no multiple of num_key_value_heads")
-        return cls(**{field.name: found[field.name] for field in fields(cls) if field.name in found})
+        config = cls(**{field.name: found[field.name] for field in fields(cls) if field.name in found})
+        rope_frequencies(config)                                   # refuses here what can't be computed
+        return config
 
     def to_dict(self):
         """For a config.json that old and new transformers, vLLM and SGLang read."""
@@ -476,8 +478,8 @@ def rope_frequencies(config):
 # ---- files: whole or not at all, never a pickle ------------------------------------------------------------
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-BROKEN = (SafetensorError, ValueError, LookupError, TypeError, AttributeError, RecursionError, regex.error,
-          jinja2.TemplateError)
+BROKEN = (SafetensorError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, ArithmeticError,
+          regex.error, jinja2.TemplateError)
 
 
 @contextmanager
@@ -690,7 +692,8 @@ class Tokenizer:
         self = read_json(path / "tokenizer.json", lambda data: cls(data, config))
         for name in ("generation_config.json", "config.json"):       # chat models list several
             self.eos_ids += as_list(read_optional(path / name).get("eos_token_id"))
-        check(all(type(i) is int for i in self.eos_ids), f"{path}: eos_token_id", self.eos_ids)
+        good = all(type(i) is int and abs(i) < 2**31 for i in self.eos_ids)
+        check(good, f"{path}: eos_token_id", self.eos_ids)
         return self
 
     @classmethod
@@ -947,8 +950,9 @@ def parse_options(pairs):
 
 def recommended_sampling(path):
     """{"top_k", "top_p"}, those that cut something, as a checkpoint's generation_config.json has them."""
-    raw = read_optional(Path(path) / "generation_config.json")
-    cuts = {"top_k": (raw.get("top_k") or 0) > 0, "top_p": (raw.get("top_p") or 1) < 1}
+    raw = read_optional(file := Path(path) / "generation_config.json")
+    with reading(file):
+        cuts = {"top_k": (raw.get("top_k") or 0) > 0, "top_p": (raw.get("top_p") or 1) < 1}
     return {name: raw[name] for name, cut in cuts.items() if cut and raw.get("do_sample") is not False}
 
 

@@ -279,6 +279,22 @@ def test_old_and_new_configs_say_the_same():
     assert read(rope_theta=None, rope_parameters=plain).rope_theta == 1e6
     fails(lambda: read(rope_scaling={**scaling, "factor": 8.0}, rope_parameters=new), "rope_scaling",
           "another")
+    with pytest.raises(ArithmeticError):  # in a file one line, see the next test
+        read(rope_theta=1.0, rope_scaling=scaling)
+
+
+def test_damaged_files_are_named_before_any_work(tmp_path):
+    file = tmp_path / "config.json"
+    for error in (ArithmeticError, RuntimeError, KeyError, TypeError, ValueError):
+        def refuse(raw):
+            raise error("why")
+        file.write_text("{}")
+        fails(lambda: model.read_json(file, refuse), "config.json", "why")
+    for own, options in ((3, {}), ({"chat_options": None}, {}), ({"chat_options": {"a": 1}}, {"a": 1})):
+        write_json(file, {"dflash_config": own})
+        assert drafter_module.remembered_options(tmp_path) == options
+    (tmp_path / "report.json").write_text("x")
+    fails(lambda: decode.run_benchmark(tmp_path, None, {}, {}, max_new_tokens=1), "report.json")
 
 
 def same(a, b):
@@ -1507,6 +1523,8 @@ def test_sampling_as_the_target_recommends(tmp_path, capsys):
         assert choose((0.0, 0.7)) == none | cuts and ("generation_config.json" in capsys.readouterr().err) == bool(cuts)
         assert choose((1.0,), 5, 0.5) == {"top_k": 5, "top_p": 0.5}
         assert choose((1.0,), 0, 1.0) == none | {"top_p": 1.0} and not capsys.readouterr().err
+    write_json(tmp_path / "generation_config.json", {"top_k": [{}]})
+    fails(lambda: choose((1.0,)), "generation_config.json")
 
 
 def test_a_drafter_for_a_pretrained_target(pretrained, data, tmp_path, capsys):

@@ -167,8 +167,8 @@ def read_responses(folder):
     for file in sorted(folder.glob("*.safetensors")):
         with reading(file):
             tensors = load_file(file)
-        rows += tensors["tokens"].long().split(tensors["length"].tolist())
-        prompt_lengths += tensors["prompt"].tolist()
+            rows += tensors["tokens"].long().split(tensors["length"].tolist())
+            prompt_lengths += tensors["prompt"].tolist()
     check(rows, f"{folder}: files", 0, "no responses; delete responses.settings.json to make them again")
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     place, length = torch.arange(ids.shape[1]), torch.tensor([len(row) for row in rows])
@@ -482,7 +482,7 @@ class Run:
         done, made_with = found.get("done"), found.get("settings")
         if not (isinstance(made_with, dict) and isinstance(done, bool)):
             raise UserError(f"{file}: damaged; delete it to start this stage again")
-        for field in sorted(settings.keys() | made_with.keys()):
+        for field in {**settings, **made_with}:
             if made_with.get(field) != settings.get(field):
                 raise UserError(f"{self.out} holds a {name} made with {field} = {made_with.get(field)}, not "
                                 f"{settings.get(field)}; use the same settings, another --out, or delete the "
@@ -765,6 +765,7 @@ def measure_claims(run, args, target, tokenizer, responses, corpus):
     stopped."""
     prompts = read_prompts(run.out / "heldout.jsonl", tokenizer, args.prompt_tokens, args.prompts)
     corpus, found = [x[:len(responses[0])] for x in corpus], defaultdict(list)   # as many rows of each
+    report = read_optional(run.out / "report.json")                              # damaged, it is refused now
     for seed, (name, flags) in itertools.product(range(3), VARIANTS.items()):
         mine = argparse.Namespace(**(vars(args) | BASE | flags | {"seed": seed}))
         here, first = copy.copy(run), run.out / "claims" / f"{name} 0"
@@ -782,8 +783,7 @@ def measure_claims(run, args, target, tokenizer, responses, corpus):
         for key, result in read_json(file).items():
             found[name if key == "one step" else key].append(result)
     if run.main:
-        report = run.out / "report.json"
-        write_json(report, {**read_optional(report), "claims": found})
+        write_json(run.out / "report.json", {**report, "claims": found})
         print(show_claims(found))
 
 
