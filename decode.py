@@ -33,10 +33,10 @@ from tqdm import tqdm
 from drafter import (Drafts, drafter_folders, last_positions, load_drafters, propose, remembered_options,
                      rows_at)
 from kernels import Stopwatch, as_one, has_compiler
-from model import (DTYPES, KVCache, Parser, Sampling, Tokenizer, Transformer, UserError, bars, check_prompts,
-                   choose_sampling, device_name, distinct4, encode_prompt, exponential_noise, find_device,
-                   median, number, parse_options, read_optional, read_prompts, run_command, stop_tokens,
-                   stream_keys, table, write_json)
+from model import (COUNT, DTYPES, KVCache, Parser, Sampling, Tokenizer, Transformer, UserError, bars,
+                   check_prompts, choose_sampling, device_name, distinct4, encode_prompt, exponential_noise,
+                   find_device, median, number, parse_options, read_optional, read_prompts, run_command,
+                   stop_tokens, stream_keys, table, write_json)
 
 # Tokens of a prompt that are read at once: the mask, PREFILL x context, should not outgrow a CPU's cache
 PREFILL = 512
@@ -543,7 +543,6 @@ def run_benchmark(out, target, drafters, prompts, *, temperatures=(0.0, 1.0), bl
 
 # ---- command line ------------------------------------------------------------------------------------------
 
-COUNT = number(int, 1)
 GREEN, BLUE, GREY, PLAIN = "\033[32m", "\033[1;34m", "\033[9;90m", "\033[0m"
 
 

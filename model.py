@@ -504,8 +504,12 @@ def read_text(file, convert=str):
 
 
 def read_json(file, convert=dict):
-    """convert(a JSON file's object), as `read_text` does."""
-    return read_text(file, lambda text: convert(json.loads(text)))
+    """convert(a JSON file's object), as `read_text` does. UserError also where it holds something else."""
+    def convert_object(text):
+        value = json.loads(text)
+        check(isinstance(value, dict), "content", value, "no JSON object")
+        return convert(value)
+    return read_text(file, convert_object)
 
 
 def read_optional(file):
@@ -827,7 +831,8 @@ class Entry(dict):
     where = "--data"
 
 
-ENTRY_FIELDS = {"messages": lambda turns: all(isinstance(turn, dict) for turn in turns or ()),
+ENTRY_FIELDS = {"messages": lambda turns: isinstance(turns, list | None) and all(
+                    isinstance(turn, dict) for turn in turns or ()),
                 **dict.fromkeys(("prompt", "text", "domain"), lambda value: isinstance(value, str | None)),
                 "rendered": (None, True, False)}
 
@@ -936,6 +941,9 @@ def number(kind, least, most=math.inf):
     return convert
 
 
+COUNT = number(int, 1)
+
+
 def parse_options(pairs):
     """["enable_thinking=false", ...] -> {"enable_thinking": False, ...}: JSON where it is JSON, else text."""
     options = {}
@@ -989,7 +997,8 @@ def distinct4(rows):
     """Share of distinct 4-grams within each row, over all rows: 1 where nothing repeats, near 0 where text
     runs in a loop."""
     grams = [[tuple(row[i:i + 4]) for i in range(len(row) - 3)] for row in rows]
-    return sum(len(set(row)) for row in grams) / max(1, sum(map(len, grams)))
+    total = sum(map(len, grams))
+    return sum(len(set(row)) for row in grams) / total if total else 1.0
 
 
 def bars(counts):

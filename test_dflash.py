@@ -283,6 +283,11 @@ def test_old_and_new_configs_say_the_same():
         read(rope_theta=1.0, rope_scaling=scaling)
 
 
+def test_distinct4_tells_loops_from_text():
+    assert model.distinct4([[1, 2, 3, 4, 5], [1, 2]]) == model.distinct4([[1, 2]]) == 1.0
+    assert model.distinct4([[7] * 13]) == 0.1
+
+
 def test_damaged_files_are_named_before_any_work(tmp_path):
     file = tmp_path / "config.json"
     for error in (ArithmeticError, RuntimeError, KeyError, TypeError, ValueError):
@@ -290,6 +295,9 @@ def test_damaged_files_are_named_before_any_work(tmp_path):
             raise error("why")
         file.write_text("{}")
         fails(lambda: model.read_json(file, refuse), "config.json", "why")
+    for text in ("[]", "[[1, 2]]", "5"):
+        file.write_text(text)
+        fails(lambda: model.read_json(file), "config.json", "no JSON object")
     for own, options in ((3, {}), ({"chat_options": None}, {}), ({"chat_options": {"a": 1}}, {"a": 1})):
         write_json(file, {"dflash_config": own})
         assert drafter_module.remembered_options(tmp_path) == options
@@ -1469,7 +1477,7 @@ def test_files_of_every_kind_are_read(tmp_path):
         entries = read_entries(tmp_path / name)
         assert entries == [{key: value for key, value in row.items() if value} for row in rows]
         assert entries[2].where == f"{tmp_path / name}:{at}"
-    for line in ("{", "5", "{}", '{"messages": null}', '{"messages": "hi"}', '{"messages": [5]}', '{"prompt": 5}', '{"prompt": "x", "domain": 1}'):
+    for line in ("{", "5", "{}", '{"messages": null}', '{"messages": "hi"}', '{"messages": ""}', '{"messages": {}}', '{"messages": [5]}', '{"prompt": 5}', '{"prompt": "x", "domain": 1}'):
         file.write_text(f"{lines[0]}\n{line}\n")
         fails(lambda: read_entries(file), "entries.jsonl:2: ")
     file.write_bytes(b"\xff")

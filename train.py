@@ -36,7 +36,7 @@ from tqdm import tqdm
 from decode import autoregressive, benchmark, cycle_ms, idle, run_benchmark
 from drafter import DRAFTERS, TrainingBatch, default_taps, pick_mask_token, sample_anchors
 from kernels import allow_recompiling, has_compiler
-from model import (CODE_PATTERN, MLP, DecoderLayer, Entry, ModelConfig, Parser, RMSNorm, Tokenizer,
+from model import (CODE_PATTERN, COUNT, MLP, DecoderLayer, Entry, ModelConfig, Parser, RMSNorm, Tokenizer,
                    Transformer, UserError, atomic_write, check, choose_sampling, encode_entries, find_device,
                    number, parse_options, read_entries, read_json, read_optional, read_prompts, read_text,
                    reading, run_command, say_once, stop_tokens, write_json, write_text)
@@ -837,7 +837,7 @@ def learning_rate(text):
     return None if text == "none" else number(float, 0, 1e9)(text)
 
 
-COUNT, ROWS, SOME, RATE = number(int, 1), number(int, WORLD), number(float, 1e-9, 1e9), learning_rate
+ROWS, SOME, RATE = number(int, WORLD), number(float, 1e-9, 1e9), learning_rate
 PRESETS = ("cpu", "gpu", "target")
 FLAGS = (    # name, type, what the presets set, help
     # cpu: 15 minutes on 2 cores. gpu: 100 M parameters on one 24 GB card. target: the paper's (section 5.1)
