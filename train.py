@@ -12,7 +12,6 @@ same weights, bit for bit on the CPU: everything random is a function of the see
 import argparse
 import copy
 import datetime
-import functools
 import hashlib
 import heapq
 import itertools
@@ -38,9 +37,10 @@ from drafter import DRAFTERS, TrainingBatch, default_taps, pick_mask_token, samp
 from kernels import allow_recompiling, has_compiler
 from model import (CODE_PATTERN, COUNT, MLP, DecoderLayer, Entry, ModelConfig, Parser, RMSNorm, Tokenizer,
                    Transformer, UserError, atomic_write, check, choose_sampling, encode_entries, find_device,
-                   number, parse_options, read_entries, read_json, read_optional, read_prompts, read_text,
-                   reading, run_command, say_once, stop_tokens, write_json, write_text)
+                   is_count, number, parse_options, read_entries, read_json, read_optional, read_prompts,
+                   read_text, reading, run_command, say_once, stop_tokens, write_json, write_text)
 
+COMPILE_FROM = 8         # minutes of a run: compiling takes up to one a stage, and saves a third of each step
 FEATURE_CACHE = 2**32    # bytes of what the target makes of the responses; more is computed anew at each step
 
 
@@ -61,37 +61,18 @@ def train_target(run, args, tokenizer, ids, heldout):
         S = args.sequence_length
         trainer = Trainer(run, "target", target, args.target_lr, args.target_steps, args.batch * S)
         for step in trainer:
-            rows = window_batch(ids, S, args.batch, args.seed, step)             # (batch, S + 1)
+            rows = random_rows(ids, S + 1, args.batch, generator(args.seed, 1, step))    # (batch, S + 1)
             trainer.update(*next_token_loss(run, target, run.share(rows)))
-            if trainer.is_milestone(step):
-                trainer.log_too["heldout_loss"] = heldout_loss(run, target, heldout, S, args.batch)
         run.finish("target", target)
+        run.log(stage="heldout", step=trainer.steps, loss=heldout_loss(run, target, heldout, S, args.batch))
     return Transformer.from_pretrained(run.out / "target", device=run.device)
 
 
-def window_batch(ids, length, batch, seed, step):
-    """Rows of length + 1 consecutive tokens: epoch by epoch, each time cut at another offset and in another
-    order. ids: (N,). Returns (batch, length + 1)."""
-    windows = max(1, (len(ids) - 1) // length - 1)
-    offsets = max(1, len(ids) - windows * length)
-    begin = [offset + row * length for offset, row in shuffled(seed, 1, step, batch, windows, offsets)]
-    return ids.unfold(0, length + 1, 1)[begin]
-
-
-def shuffled(seed, stage, step, batch, rows, offsets=None):
-    """(offset, row) for each row of a step's batch: every epoch has its own order of all rows, and its own
-    offset below `offsets`."""
-    for i in range(step * batch, (step + 1) * batch):
-        epoch, place = divmod(i, rows)
-        offset, order = epoch_order(seed, stage, epoch, rows, offsets)
-        yield offset, int(order[place])
-
-
-@functools.lru_cache(maxsize=2)
-def epoch_order(seed, stage, epoch, rows, offsets):
-    g = generator(seed, stage, epoch)
-    offset = offsets and int(torch.randint(offsets, (), generator=g))
-    return offset, torch.randperm(rows, generator=g)
+def random_rows(ids, length, number, g):
+    """Rows of consecutive tokens from random places of ids (N,), N >= length, drawn with Generator g. Returns
+    (number, length)."""
+    begin = torch.randint(len(ids) - length + 1, (number,), generator=g)
+    return ids.unfold(0, length, 1)[begin]
 
 
 def next_token_loss(run, target, rows):
@@ -130,14 +111,14 @@ def make_responses(run, args, target, tokenizer, prompts):
             target = copy.deepcopy(target).to(torch.bfloat16)                    # half the bytes to stream
         prompts = prompts[:args.responses]
         parts = [prompts[i:i + B] for i in range(0, len(prompts), B)]
-        if run.minutes and "responses" not in run.plan:                          # the first part is timed
+        if run.minutes and not run.record["number"]:                             # the first part is timed
             autoregressive(target, parts[0], 4)                                  # warm-up
             began = time.monotonic()
             if run.main:
                 decode_part(args, target, parts[0], 0, folder, stop_ids)
             seconds = time.monotonic() - began
             run.decide("responses", 1 + run.world * run.seconds_for("responses") / seconds)
-        parts = parts[:run.plan.get("responses")]
+        parts = parts[:run.record["number"]]
         with run.bar(len(parts) * B * args.response_tokens, "responses", "token") as bar:
             for n, part in enumerate(parts):
                 if n % run.world == run.rank:
@@ -178,8 +159,7 @@ def read_responses(folder):
 def corpus_rows(args, ids):
     """The switch --responses-from corpus: as `make_responses`, of the text as people wrote it."""
     length = min(args.prompt_tokens + args.response_tokens, len(ids))
-    begin = torch.randint(max(1, len(ids) - length), (args.responses,), generator=generator(args.seed, 2))
-    rows = ids.unfold(0, length, 1)[begin]
+    rows = random_rows(ids, length, args.responses, generator(args.seed, 2))
     return rows, (torch.arange(length) >= args.prompt_tokens).expand(rows.shape)
 
 
@@ -206,10 +186,10 @@ def train_drafter(run, args, target, tokenizer, ids, trainable):
         steps = args.drafter_steps or args.epochs and math.ceil(args.epochs * R / args.draft_batch)
         trainer = Trainer(run, kind.folder, drafter, args.drafter_lr, steps, args.draft_batch * S)
         for step in trainer:
-            rows = [row for _, row in shuffled(args.seed, 4, step, args.draft_batch, R)]
+            g = generator(args.seed, 4, step)
+            rows = torch.randint(R, (args.draft_batch,), generator=g)
             anchors, valid, revealed = sample_anchors(
-                trainable[rows], args.anchors, args.block_size, generator(args.seed, 5, step),
-                args.anchor_choice, args.reveal)
+                trainable[rows], args.anchors, args.block_size, g, args.anchor_choice, args.reveal)
             hidden, features = ([run.share(x[rows]) for x in cached] if cached else
                                 target_outputs(run, target, taps, run.share(ids[rows])))
             batch = TrainingBatch(
@@ -253,7 +233,7 @@ class Trainer:
     def __init__(self, run, stage, module, lr, steps, tokens_a_step):
         self.run, self.stage, self.module, self.steps = run, stage, module.train(), steps
         self.kind = stage if stage == "target" else "drafter"                    # a drafter of any sort
-        self.tokens_a_step, self.log_too, self.losses = tokens_a_step, {}, []
+        self.tokens_a_step, self.losses = tokens_a_step, []
         self.optimizers = build_optimizers(module, lr)
         self.checkpoint = run.out / f"{stage}.checkpoint.safetensors"
         if run.compile:
@@ -263,9 +243,9 @@ class Trainer:
                     part.compile()
 
     def __iter__(self):
-        if self.steps is None and self.stage not in self.run.plan:
+        if not (self.steps or self.run.record["number"]):
             yield from self.timing()
-        self.steps = self.steps or self.run.plan[self.stage]
+        self.steps = self.steps or self.run.record["number"]
         done = load_checkpoint(self.checkpoint, self.module, self.optimizers)
         self.run.forget(self.stage, done)
         self.saved = self.began = time.monotonic()
@@ -280,7 +260,7 @@ class Trainer:
     def timing(self):
         """Eight steps that change no weight; what they leave in the optimizers is dropped."""
         if self.run.main:
-            print(f"{self.stage}: compiling and timing a step, about half a minute ...", flush=True)
+            print(f"{self.stage}: timing a step (half a minute or more where it compiles) ...", flush=True)
         self.factor, marks = 0.0, []
         for step in range(8):
             yield step
@@ -306,11 +286,6 @@ class Trainer:
         loss = self.run.sum(loss.detach().clone()) / total
         self.losses.append(torch.where(norm.isfinite(), loss, math.nan))    # such gradients spoil the weights
 
-    def is_milestone(self, step):
-        """Five times a run, and at its end: is it worth an evaluation?"""
-        every = max(10, (self.steps or 0) // 50 * 10)
-        return self.factor > 0 and ((step + 1) % every == 0 or step + 1 == self.steps)
-
     def report(self, step, steps):
         """Log and bar; then a checkpoint, where it is time for one. The loss is looked at first: no
         checkpoint holds a NaN. step: done in all; steps: done by this process."""
@@ -321,8 +296,7 @@ class Trainer:
             raise UserError(f"the {self.stage}'s loss is {loss} at step {step}; no checkpoint holds it: "
                             f"lower --{self.kind}-lr and use another --out")
         self.bar.set_postfix_str(f"loss {loss:.3f}, {rate:,.0f} tokens/s")
-        self.run.log(stage=self.stage, step=step, loss=loss, tokens_per_second=rate, **self.log_too)
-        self.log_too.clear()
+        self.run.log(stage=self.stage, step=step, loss=loss, tokens_per_second=rate)
         due = time.monotonic() - self.saved >= self.run.checkpoint_seconds and step < self.steps
         if self.run.main and due:
             save_checkpoint(self.checkpoint, self.module, self.optimizers, step)
@@ -423,14 +397,14 @@ class Run:
         if self.world > 1:                                                # one may work for long, others wait
             dist.init_process_group("nccl" if cuda else "gloo", timeout=datetime.timedelta(days=1))
         self.out.mkdir(parents=True, exist_ok=True)
-        self.plan = read_plan(self.out)
         self.start_clock(behind="tokenizer")
         # Products in bfloat16 where the hardware has them (emulated they are slower), master weights in
         # float32.
         self.bfloat16 = not args.float32 and (cuda or has_bfloat16())
-        self.compile = args.compile and (cuda or has_compiler())              # eager steps take twice as long
-        if args.compile and not self.compile:
-            say_once("no C++ compiler found: training runs uncompiled and takes twice as long")
+        self.compile = not 0 < self.minutes < COMPILE_FROM if args.compile is None else args.compile
+        if self.compile and not cuda and not has_compiler():
+            self.compile = False
+            say_once("no C++ compiler found: training runs uncompiled, and a step takes half as long again")
 
     def autocast(self):
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.bfloat16)
@@ -462,12 +436,12 @@ class Run:
         return max(0.0, self.end - time.monotonic()) * own / (own + behind)
 
     def decide(self, name, number):
-        """A number that depends on this machine's speed: decided once a run, by the first process, and
-        written down, so that a resumed run uses the same."""
+        """A stage's number of steps, where that depends on this machine's speed: decided once, by the first
+        process, and written down, so that a resumed run takes as many."""
         number = torch.tensor(number if self.main else 0.0, dtype=torch.float64, device=self.device)
-        self.plan[name] = int(self.sum(number).item())
+        self.record["number"] = int(self.sum(number).item())
         if self.main:
-            write_json(self.out / "plan.json", self.plan)
+            write_json(self.out / f"{name}.settings.json", self.record)
 
     def is_done(self, args, stage, name=None):
         """Is the stage's result in --out? Refuses one made with other settings, and without --resume an
@@ -476,18 +450,18 @@ class Run:
         file = self.out / f"{name}.settings.json"
         fields = itertools.chain(*(SETTINGS[each] for each in stages[:stages.index(stage) + 1]))
         settings = json.loads(json.dumps({field: getattr(args, field, None) for field in fields}))
-        self.mark = {"done": False, "settings": settings}
-        found = read_json(file) if file.exists() else self.mark
+        begun, new = file.exists(), {"done": False, "number": None, "settings": settings}
+        self.record = {**new, **read_optional(file)}
         self.wait()                                                        # all have looked before one writes
-        done, made_with = found.get("done"), found.get("settings")
-        if not (isinstance(made_with, dict) and isinstance(done, bool)):
-            raise UserError(f"{file}: damaged; delete it to start this stage again")
+        done, number, made_with = (self.record[key] for key in new)
+        good = isinstance(done, bool) and isinstance(made_with, dict) and (number is None or is_count(number))
+        check(good, f"{file}: content", self.record, "damaged; delete the file to start this stage again")
         for field in {**settings, **made_with}:
             if made_with.get(field) != settings.get(field):
                 raise UserError(f"{self.out} holds a {name} made with {field} = {made_with.get(field)}, not "
                                 f"{settings.get(field)}; use the same settings, another --out, or delete the "
                                 "folder")
-        if not done and found is not self.mark and not self.resume:
+        if begun and not done and not self.resume:
             raise UserError(f"{self.out} holds an interrupted run (stage {name}); go on with --resume, "
                             "use another --out, or delete the folder")
         if done:
@@ -505,7 +479,7 @@ class Run:
                     *(self.out / name).glob("[0-9]*.safetensors")]
             for old in [] if file.exists() else left:
                 old.unlink(missing_ok=True)
-            write_json(file, self.mark)
+            write_json(file, self.record)
         self.wait()
 
     def finish(self, name, module=None):
@@ -513,7 +487,7 @@ class Run:
         if self.main:
             if module is not None:
                 module.save_pretrained(self.out / name)
-            write_json(self.out / f"{name}.settings.json", {**self.mark, "done": True})
+            write_json(self.out / f"{name}.settings.json", {**self.record, "done": True})
             (self.out / f"{name}.checkpoint.safetensors").unlink(missing_ok=True)
         self.wait()
 
@@ -530,12 +504,6 @@ class Run:
             mine = regex.compile(rf'{{"stage": "{stage}", "step": (\d+),')
             later = lambda line: (found := mine.match(line)) and int(found[1]) > step
             write_text(file, "".join(line for line in lines if line.endswith("\n") and not later(line)))
-
-
-def read_plan(out):
-    """What `Run.decide` has written, of the stages whose settings files are still there."""
-    plan = read_optional(out / "plan.json")
-    return {name: number for name, number in plan.items() if (out / f"{name}.settings.json").exists()}
 
 
 def has_bfloat16():
@@ -756,6 +724,8 @@ CLAIMS = (      # flag, what is measured at temperature 0, the variants from wor
     ("two denoising steps are kept for longer", "--reveal", "tau", ("dflash", "revealed", "two steps")),
     ("two denoising steps are faster", "--reveal", "speedup", ("dflash", "revealed", "two steps")),
     ("DFlash is faster than EAGLE-3", "--drafter", "auto", ("eagle3", "dflash")),
+    ("drafting grows less with the block than EAGLE-3's", "--drafter", "draft ms at 2 / at 16",
+     ("eagle3", "5 layers")),
     ("DFlash is faster than a draft model", "--drafter", "auto", ("ar", "dflash")))
 
 
@@ -764,18 +734,20 @@ def measure_claims(run, args, target, tokenizer, responses, corpus):
     when it is there. Prints what the claims came to, and writes it into OUT/report.json. It goes on where it
     stopped."""
     prompts = read_prompts(run.out / "heldout.jsonl", tokenizer, args.prompt_tokens, args.prompts)
-    corpus, found = [x[:len(responses[0])] for x in corpus], defaultdict(list)   # as many rows of each
+    corpus = [x[:len(responses[0])] for x in corpus]                             # as many rows of each
+    found, steps = defaultdict(list), {}
     report = read_optional(run.out / "report.json")                              # damaged, it is refused now
     for seed, (name, flags) in itertools.product(range(3), VARIANTS.items()):
         mine = argparse.Namespace(**(vars(args) | BASE | flags | {"seed": seed}))
-        here, first = copy.copy(run), run.out / "claims" / f"{name} 0"
-        here.out, here.resume = first.with_name(f"{name} {seed}"), True
-        here.plan = read_plan(here.out) or read_plan(first)                     # every seed has as many steps
+        mine.drafter_steps = args.drafter_steps or steps.get(name)              # every seed takes as many
+        here = copy.copy(run)
+        here.out, here.resume = run.out / "claims" / f"{name} {seed}", True
         here.start_clock(behind="responses")
         if run.main:
             print(f"claims: {name}, seed {seed}", flush=True)
         data = corpus if mine.responses_from == "corpus" else responses
         drafter = train_drafter(here, mine, target, tokenizer, *data)
+        steps.setdefault(name, here.record["number"])
         file = here.out / "result.json"
         if run.main and not file.exists():
             write_json(file, measure(run, mine, target, tokenizer, drafter, prompts))
@@ -798,8 +770,8 @@ def measure(run, args, target, tokenizer, drafter, prompts):
     found = {row["method"]: {key: row[key] for key in ("tau", "speedup", "identical")}
              for row in rows[-len(methods):]}                                    # over all domains
     prompt = next(iter(prompts.values()))[0]
-    cost = {n: cycle_ms(target, drafter, prompt, block_size=n)["draft_ms"] for n in (2, 4, 8, 16)}
-    found["one step"] |= {"auto": found.pop("auto")["speedup"], "draft_ms": cost}
+    small, large = (cycle_ms(target, drafter, prompt, block_size=n)["draft_ms"] for n in (2, 16))
+    found["one step"] |= {"auto": found.pop("auto")["speedup"], "draft ms at 2 / at 16": small / large}
     return found
 
 
@@ -811,12 +783,6 @@ def show_claims(found):
         results = "; ".join(f"{name} {statistics.mean(row):.2f} ({min(row):.2f} to {max(row):.2f})"
                             for name, row in zip(names, rows))
         lines.append(f"| {claim} | `{flag}` | {key} | {results} | {verdict(names, rows)} |")
-    flat, linear = ([statistics.median(result["draft_ms"][n] for result in found[name])
-                     for n in ("2", "4", "8", "16")] for name in ("5 layers", "eagle3"))
-    holds = "holds" if flat[3] < 2 * flat[0] and linear[3] > 2 * linear[0] else "does not hold"
-    show = lambda row: ", ".join(f"{ms:.2f}" for ms in row)
-    lines.append("| drafting is flat in the block size for DFlash, linear for EAGLE-3 | `--drafter` | draft "
-                 f"ms at block 2, 4, 8, 16 | 5 layers {show(flat)}; eagle3 {show(linear)} | {holds} |")
     return "\n".join(lines)
 
 
@@ -878,7 +844,7 @@ FLAGS = (    # name, type, what the presets set, help
 def parser():
     p = Parser(description="Train a target, then a DFlash drafter for it, then benchmark both.",
                epilog="In brackets: what the presets set, and --target.")
-    add, switch = p.add_argument, argparse.BooleanOptionalAction
+    add = p.add_argument
     add("--preset", choices=PRESETS[:2], help="default: gpu where there is a CUDA device, else cpu")
     add("--out", default="out", help="where everything goes, and is found again (default: out)")
     add("--data", nargs="+", metavar="PATH", help="text files, folders (default: stubs; gpu: and sources)")
@@ -892,7 +858,8 @@ def parser():
     add("--skip-bad", action="store_true", help="--target: go on without prompts that can't be used")
     add("--resume", action="store_true", help="go on with an interrupted run")
     add("--device", help="cpu, cuda (default: cuda where there is one)")
-    add("--compile", action=switch, default=True, help="torch.compile the training steps")
+    add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile the training steps (default: "
+        f"where the run has {COMPILE_FROM} minutes or more)")
     add("--float32", action="store_true", help="train in float32 where bfloat16 would be faster")
     add("--injection", choices=("kv", "input"), default="kv", help="features enter all layers, or the first")
     add("--anchor-choice", choices=("random", "fixed"), default="random", help="fixed: at block_size, ...")
@@ -945,9 +912,7 @@ def main(argv=None):
         tokenizer, ids, heldout = make_text(run, args)
         pick_mask_token(tokenizer, tokenizer.vocab_size, args.mask_token)       # refused now, not after hours
         target = train_target(run, args, tokenizer, ids, heldout)
-        most = len(ids) - args.prompt_tokens
-        begin = torch.randint(most, (args.responses,), generator=generator(args.seed, 2))
-        prompts = ids.unfold(0, args.prompt_tokens, 1)[begin].tolist()
+        prompts = random_rows(ids, args.prompt_tokens, args.responses, generator(args.seed, 2)).tolist()
     if args.claims:
         responses = make_responses(run, args, target, tokenizer, prompts)
         measure_claims(run, args, target, tokenizer, responses, corpus_rows(args, ids))
