@@ -30,8 +30,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from drafter import (Drafts, drafter_folders, last_positions, load_drafters, propose, remembered_options,
-                     rows_at)
+from drafter import (Drafts, draft_chain, draft_tree, drafter_folders, last_positions, load_drafters,
+                     remembered_options, rows_at)
 from kernels import Stopwatch, as_one, has_compiler
 from model import (COUNT, DTYPES, KVCache, Parser, Sampling, Tokenizer, Transformer, UserError, bars,
                    check_prompts, choose_sampling, device_name, distinct4, encode_prompt, exponential_noise,
@@ -111,7 +111,9 @@ class Decoder:
         logits = self.drafter.draft(self.target, self.text, self.features, self.anchor_at, self.window,
                                     self.block_size, self.caches[1], self.draw_drafts, self.denoise_steps)
         guesses = self.sampling.guess_probabilities(logits, self.noise(0, self.block_size - 1))    # (B, S, V)
-        return propose(self.anchor(), guesses, self.tree_budget)
+        if self.tree_budget:
+            return draft_tree(self.anchor(), guesses, self.tree_budget)
+        return draft_chain(self.anchor(), guesses)
 
     def verify(self, n):
         """The target reads the anchor and the first n - 1 drafts in one pass, draws its own token behind
@@ -186,21 +188,21 @@ class Decoder:
         self.anchor_at.copy_(self.prompt_length - 1)
         self.last_at.copy_(self.anchor_at + max_new_tokens)
         self.noise_keys.copy_(keys)
-        for begin in range(0, width, PREFILL):
-            end = min(begin + PREFILL, width)
+        for begin in range(0, width - 1, PREFILL):
+            end = min(begin + PREFILL, width - 1)
             self.set_kv_len(end)
             positions = torch.arange(begin, end, device=self.device).expand(len(prompts), -1)
             _, features = self.target(self.text[:, begin:end], positions, self.caches[0], self.taps)
             self.features[:, begin:end] = features
             if self.drafter:
                 self.drafter.read(self.target, self.text, self.features, positions, self.caches[1])
+        self.set_kv_len(width)
         self.verify(1)                                  # the last token of each prompt is its first anchor
         self.num_cycles.zero_()                                         # the first token belongs to no cycle
         # Of each cycle: times, tokens read, acceptance lengths; and which cycles compiled or captured a step.
         self.watch, self.sizes, self.history, self.untimed = Stopwatch(self.device), [], [], set()
         self.slowest = 0                        # the row that `auto` looks at
-        # Upper bounds: of anchor_at; of the positions before it that the drafter has not read (the prompt's
-        # last is one, since EAGLE-3 reads a position together with the token behind it).
+        # Upper bounds: of anchor_at, and of how many positions before it the drafter has not read.
         self.longest, self.unread = width, 1
 
     def cycle(self, looking):

@@ -219,20 +219,16 @@ class Drafts(NamedTuple):
         return Drafts(*(x if x is None else x[:, :n, :n] if x.dim() == 3 else x[:, :n] for x in self))
 
 
-def propose(anchor, guesses, tree_budget):
-    """anchor (B, 1); guesses (B, S, V), `Sampling.guess_probabilities` of the drafter's slots -> Drafts."""
-    return draft_tree(anchor, guesses, tree_budget) if tree_budget else draft_chain(anchor, guesses)
-
-
 def draft_chain(anchor, guesses):
-    """The likeliest token of each slot. N = S + 1."""
+    """anchor (B, 1); guesses (B, S, V), `Sampling.guess_probabilities` of the drafter's slots -> the likeliest
+    token of each slot. N = S + 1."""
     probability, tokens = guesses.max(-1)                                        # (B, S)
     return Drafts(torch.cat((anchor, tokens), 1), F.pad(probability.cumprod(1), (1, 0), value=1.0))
 
 
 def draft_tree(anchor, guesses, budget):
-    """The `budget` likeliest prefixes of the block (the anchor's, which is certain, among them), best first:
-    N = budget.
+    """Arguments as above -> the `budget` likeliest prefixes of the block (the anchor's, which is certain,
+    among them), best first: N = budget.
 
     One pass of the drafter gives a distribution for each slot, so a prefix's probability is a product over
     its slots. Level after level the likeliest prefixes grow by one token each; of a level no more than the
