@@ -108,8 +108,8 @@ class Decoder:
 
     def draft(self):
         """The drafter's block behind each row's anchor, as a chain or a tree."""
-        logits = self.drafter.draft(self.target, self.text, self.features, self.anchor_at, self.window,
-                                    self.block_size, self.caches[1], self.draw_drafts, self.denoise_steps)
+        logits = self.drafter.draft(self.target, self.text, self.features, self.anchor_at, self.block_size,
+                                    self.caches[1], self.draw_drafts, self.denoise_steps)
         guesses = self.sampling.guess_probabilities(logits, self.noise(0, self.block_size - 1))    # (B, S, V)
         if self.tree_budget:
             return draft_tree(self.anchor(), guesses, self.tree_budget)
@@ -170,8 +170,8 @@ class Decoder:
         return self.sampling.draw(logits, self.noise(slot, logits.shape[1]))
 
     def read(self):
-        """The drafter reads its last block of context, where plain cycles follow each other and `draft` can't
-        read more than that."""
+        """The drafter reads its last block of context, where plain cycles follow each other: `draft` itself
+        reads no more than that."""
         positions = last_positions(self.anchor_at, self.block_size)
         self.drafter.read(self.target, self.text, self.features, positions, self.caches[1])
 
@@ -212,13 +212,12 @@ class Decoder:
         self.set_kv_len(self.longest + max(self.block_size, self.tree_budget or 0))
         self.watch.mark()
         if self.drafter and not (auto and auto.plain_cycles > 0):
-            self.window = self.block_size if self.compile else self.unread
             self.drafts, self.unread = self.step(self.draft), 0
             if auto and looking:
                 self.slowest = int((self.last_at - self.anchor_at).argmax())     # all others wait for it
                 auto.choose(self.drafts.probability[self.slowest].tolist())
             n = auto.size if auto else self.drafts.tokens.shape[1]
-        elif self.drafter and self.compile and self.unread >= self.block_size:
+        elif self.drafter and self.unread >= self.block_size:
             self.step(self.read)
             self.unread = 0
         self.watch.mark()

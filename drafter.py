@@ -108,19 +108,18 @@ class DFlashDrafter(Drafter):
         mask = make_mask(context_and_block(limit), *limit.shape, cache.kv_len, ids.device, self.dtype)
         return self(rows_at(features, context_at), target.model.embed_tokens(ids), all_at, mask, cache)
 
-    def draft(self, target, text, features, anchor_at, window, block_size, cache, sample, steps=1):
+    def draft(self, target, text, features, anchor_at, block_size, cache, sample, steps=1):
         """Drafts one block a row, in one pass: logits (B, block_size - 1, V) of slots 1, 2, ...
 
         text:     (B, capacity) token ids by position, the anchor's included
         features: (B, capacity, taps * C) by position, the target's of all positions before the anchor's
         anchor_at: (B,) int64, the anchors' positions
-        window:   how many positions before the anchor are read here; those before them are in the cache. (To
-                  read one again writes the same keys and values: one window serves all rows.)
-        cache:    the drafter's KVCache
+        cache:    the drafter's KVCache. The block_size positions before the anchor are read here, which is
+                  all that a cycle can have added; to read one again writes the same keys and values
         sample:   (logits (B, n, V), slot) -> (B, n), the tokens drafted in these slots, counted from 0
         steps:    passes that denoise the block; the paper's drafter takes one
         """
-        context_at = last_positions(anchor_at, window)
+        context_at = last_positions(anchor_at, block_size)
         positions = anchor_at[:, None] + torch.arange(block_size, device=anchor_at.device)
         ids = torch.full_like(positions, self.config.mask_token_id)
         ids[:, :1] = text.gather(1, anchor_at[:, None])                          # [anchor, MASK, MASK, ...]
@@ -353,11 +352,11 @@ class BaselineDrafter(Drafter):
         hidden, ids = self.fc(rows_at(features, positions)), text.gather(1, positions + self.ahead)
         self.step(target, hidden, ids, positions, cache)
 
-    def draft(self, target, text, features, anchor_at, window, block_size, cache, sample, steps=1):
+    def draft(self, target, text, features, anchor_at, block_size, cache, sample, steps=1):
         """As DFlashDrafter.draft, in block_size - 1 passes. sample: (logits (B, 1, V), slot) -> (B, 1), the
         token drafted in that slot (counted from 0), which the next pass reads."""
         # A pass that reads the token at its own position (ahead = 0) reads the anchor too.
-        positions = last_positions(anchor_at + 1 - self.ahead, window + 1 - self.ahead)
+        positions = last_positions(anchor_at + 1 - self.ahead, block_size + 1 - self.ahead)
         hidden, ids = self.fc(rows_at(features, positions)), text.gather(1, positions + self.ahead)
         logits = []
         for slot in range(block_size - 1):

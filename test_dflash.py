@@ -544,11 +544,11 @@ def test_training_and_decoding_draft_the_same(kind):
         outputs = block_outputs(target, drafter, ids, features, anchors)[:, :, 1:]
     cache = KVCache(drafter.config.layers, 2, 60, "cpu", torch.float32)
     drafter.read(target, ids, features, torch.arange(3).expand(2, -1), cache)  # as the prefill does
-    for n, window in enumerate((4, 3, 8, 5)):  # as far back as the row that needs it most, or further
+    for n in range(4):
         start = anchors[:, n:n + 1]
         known = features.masked_fill((torch.arange(40) >= start)[..., None], 9.0)  # what is not known yet
         text = lambda logits, slot: ids.gather(1, start + 1 + slot)
-        logits = drafter.draft(target, ids, known, start[:, 0], window, 5, cache, text)
+        logits = drafter.draft(target, ids, known, start[:, 0], 5, cache, text)
         assert_close(logits, target.logits(outputs[:, n]), atol=1e-5, rtol=1e-5)
 
 
@@ -578,7 +578,7 @@ def test_anchors_slot_holds_the_token_and_the_rest_masks():
     target.model.embed_tokens.register_forward_hook(lambda module, args, out: seen.append(args[0].tolist()))
     cache = KVCache(drafter.config.layers, 1, 20, "cpu", torch.float32)
     with torch.no_grad():
-        drafter.draft(target, ids + 14, torch.zeros(1, 12, 160), torch.tensor([3]), 3, 4, cache, None)
+        drafter.draft(target, ids + 14, torch.zeros(1, 12, 160), torch.tensor([3]), 4, cache, None)
     batch = training_batch(ids, torch.zeros(1, 12, 160), torch.tensor([[5, 2]]), block_size=4)
     drafter.loss(target, batch)
     batch.revealed[0, 1, 2] = True  # the switch: a slot that holds its token
@@ -815,7 +815,6 @@ def test_a_cycle_asks_nothing_of_the_host(kind, temperature, budget, trained, mo
     decoder = next(decode.generate(target, drafter, PROMPTS, 20, temperature=temperature,
                                    top_p=0.9 if temperature else None,
                                    tree_budget=budget, stop_ids=(3, 5)))
-    decoder.window = 8
 
     def cycle():
         with torch.inference_mode(), AsksTheHost() as mode:
