@@ -1885,6 +1885,13 @@ def test_a_stage_without_its_settings_file_starts_anew(tmp_path):
     assert [file.exists() for file in left] == [False, False, True]
 
 
+def test_short_runs_train_uncompiled(tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "has_compiler", lambda: True)
+    compiles = lambda *flags: train.Run(train.parse(["--out", str(tmp_path), "--device", "cpu", *flags])).compile
+    assert compiles() and not compiles("--minutes", "3") and not compiles("--no-compile")
+    assert compiles("--minutes", "3", "--compile")
+
+
 def test_command_line_errors_are_one_line(tmp_path):
     done = run_script("decode.py", "--out", tmp_path, "--prompt", "x", status=2)
     assert done.stderr.count("\n") == 1 and "config.json" in done.stderr
