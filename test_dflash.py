@@ -43,21 +43,40 @@ torch.set_num_threads(1)
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-def random_weights(module, seed, scale=1.0):
+def random_weights(module, seed):
     g = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in module.parameters():
-            p.copy_(torch.randn(p.shape, generator=g) * scale * p.shape[-1] ** -0.5 if p.dim() > 1 else 1 + 0.1 * torch.randn(p.shape, generator=g))
+            noise = torch.randn(p.shape, generator=g)
+            p.copy_(noise * p.shape[-1] ** -0.5 if p.dim() > 1 else 1 + 0.1 * noise)
     return module.eval()
 
 
-def make_pair(vocab=61, layers=6, mask=60, block_size=8, seed=0, injection="kv", **config):
+SIZES = dict(hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+             max_position_embeddings=512)
+
+
+def make_pair(vocab=61, layers=6, mask=60, block_size=8, injection="kv", **config):
     """A random target and a random drafter for it."""
-    config = dict(dict(vocab_size=vocab, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4,
-                       num_key_value_heads=2, head_dim=16, max_position_embeddings=512), **config)
-    target = random_weights(Transformer(ModelConfig(**config)), seed)
-    drafter = DFlashDrafter.for_target(target, num_layers=2, block_size=block_size, mask_token_id=mask, injection=injection)
-    return target, random_weights(drafter, seed + 1)
+    config = ModelConfig(**SIZES | dict(vocab_size=vocab, num_hidden_layers=layers) | config)
+    target = random_weights(Transformer(config), 0)
+    drafter = DFlashDrafter.for_target(target, num_layers=2, block_size=block_size, mask_token_id=mask,
+                                       injection=injection)
+    return target, random_weights(drafter, 1)
+
+
+BASELINES = {"eagle3": Eagle3Drafter, "ar": ARDrafter}
+
+
+def make_baseline(kind, target, block_size=5, seed=7):
+    drafter = BASELINES[kind].for_target(target, num_layers=2, block_size=block_size)
+    return random_weights(drafter, seed)
+
+
+def few_tokens(kind, layers=4):
+    """A target of so few tokens that a random drafter's drafts are often kept."""
+    target, drafter = make_pair(vocab=5, mask=4, layers=layers)
+    return target, make_baseline(kind, target, seed=12) if kind in BASELINES else drafter
 
 
 def fails(call, *words):
@@ -92,18 +111,18 @@ def training_batch(ids, features, anchors, trainable=None, valid=None, hidden=No
 def trained():
     """A target that has learned to count in several steps (x, x + d, x + 2d, ... mod 50) and a drafter that
     has learned from it: it accepts long runs, but not always."""
-    torch.manual_seed(0)
-    target, drafter = make_pair(layers=4, block_size=8)
+    target, drafter = make_pair(layers=4)
     rows = torch.tensor([[(start + step * i) % 50 for i in range(32)] for start in range(50) for step in (1, 2)])
     g = torch.Generator().manual_seed(0)
 
+    def target_loss(batch):
+        return F.cross_entropy(target.logits(target(batch[:, :-1])[0]).transpose(1, 2), batch[:, 1:])
+
     def drafter_loss(batch):
         features = target(batch, taps=drafter.config.target_layer_ids)[1]
-        anchors, *_ = sample_anchors(torch.ones_like(batch, dtype=torch.bool), 8, 8, g)
+        anchors = sample_anchors(torch.ones_like(batch, dtype=torch.bool), 8, 8, g)[0]
         total, weight = drafter.loss(target, training_batch(batch, features, anchors))
         return total / weight
-    next_tokens = lambda batch: target.logits(target(batch[:, :-1])[0]).transpose(1, 2)
-    target_loss = lambda batch: F.cross_entropy(next_tokens(batch), batch[:, 1:])
     for module, loss, steps in ((target, target_loss, 100), (drafter, drafter_loss, 150)):
         if module is drafter:
             drafter.init_weights(target, g)
@@ -114,6 +133,30 @@ def trained():
             optimizer.zero_grad()
         module.requires_grad_(False)
     return target.eval(), drafter.eval()
+
+
+@pytest.fixture
+def no_code_generation(monkeypatch):
+    """torch.compile captures as ever and makes functional, but PyTorch's own operators run what comes out:
+    the C++ compiler's half minute is left out."""
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic=None, options=None: compile(
+        function, dynamic=dynamic, backend="aot_eager"))
+    for cached in (kernels.compiled, kernels.compiled_step):
+        cached.cache_clear()
+    yield
+    for cached in (kernels.compiled, kernels.compiled_step):
+        cached.cache_clear()
+    torch._dynamo.reset()
+
+
+def graphs_compiled(steps):
+    """How many graphs each call adds."""
+    counts = [torch._dynamo.utils.counters["stats"]["unique_graphs"]]
+    for step in steps:
+        step()
+        counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    return [b - a for a, b in zip(counts, counts[1:])]
 
 
 # ---- kernels.py --------------------------------------------------------------------------------------------
@@ -141,36 +184,35 @@ def attention_inputs(Q, KV, device="cpu"):
 
 
 @pytest.mark.parametrize("name", masks())
-def test_a_mask_equals_its_definition_and_its_executors_a_plain_softmax(name):
+def test_a_mask_equals_its_definition_and_its_executors_a_plain_softmax(name, no_code_generation):
     mask_mod, Q, KV, allowed = masks()[name]
     dense = kernels.dense(mask_mod, 2, Q, KV, "cpu")
-    for b, i, j in product(range(2), range(Q), range(KV)):
-        assert (dense[b, 0, i, j] == 0) == allowed(b, i, j), (b, i, j)
     q, k, v = attention_inputs(Q, KV)
     expected = torch.zeros_like(q)
-    for b, h, i in product(range(2), range(4), range(Q)):
+    for b, i in product(range(2), range(Q)):
         keys = [j for j in range(KV) if allowed(b, i, j)]
-        expected[b, h, i] = torch.softmax(k[b, h // 2, keys] @ q[b, h, i] / 4, 0) @ v[b, h // 2, keys]
-    mask = kernels.make_mask(mask_mod, 2, Q, KV, "cpu")
-    assert_close(kernels.attention(q, k, v, mask), expected)  # with gradients: plain products
+        assert (dense[b, 0, i] == 0).nonzero().flatten().tolist() == keys, (b, i)
+        for h in range(4):
+            expected[b, h, i] = torch.softmax(k[b, h // 2, keys] @ q[b, h, i] / 4, 0) @ v[b, h // 2, keys]
+    assert_close(kernels.attention(q, k, v, dense), expected)  # with gradients: plain products
     with torch.no_grad():
-        assert_close(kernels.attention(q, k, v, mask), expected)  # scaled_dot_product_attention
-        if name == "training":  # FlexAttention compiles forward on the CPU
+        assert_close(kernels.attention(q, k, v, dense), expected)  # scaled_dot_product_attention
+        if name == "training":
             block_mask = create_block_mask(mask_mod, 2, None, Q, KV, device="cpu")
-            assert_close(kernels.attention(q, k, v, block_mask), expected)
+            assert_close(kernels.attention(q, k, v, block_mask), expected)  # FlexAttention
 
 
 @cuda
 @pytest.mark.parametrize("name", ("training", "causal"))
 def test_flex_attention_equals_dense_forward_and_backward_on_cuda(name):
     mask_mod, Q, KV, _ = masks("cuda")[name]
+    block_mask = kernels.compiled(create_block_mask)(mask_mod, 2, None, Q, KV, device="cuda")
     results = []
-    for mask in (kernels.compiled(create_block_mask)(mask_mod, 2, None, Q, KV, device="cuda"), kernels.dense(mask_mod, 2, Q, KV, "cuda")):
+    for mask in (block_mask, kernels.dense(mask_mod, 2, Q, KV, "cuda")):
         inputs = [x.requires_grad_() for x in attention_inputs(Q, KV, "cuda")]
         out = kernels.attention(*inputs, mask)
         results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
-    for flex, dense in zip(*results):
-        assert_close(flex, dense, atol=2e-3, rtol=2e-3)
+    assert_close(*results, atol=2e-3, rtol=2e-3)
 
 
 # ---- model.py ----------------------------------------------------------------------------------------------
@@ -210,65 +252,57 @@ def test_taps_are_distinct():
         assert Eagle3Drafter.default_taps(layers) == taps
 
 
+PLACES = {"original_max_position_embeddings": 64}
+YARN = {"rope_type": "yarn", "factor": 4.0, **PLACES}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **PLACES}
 HF_CONFIGS = {
-    "qwen3": dict(model_type="qwen3", head_dim=16, tie_word_embeddings=True),
-    "qwen3-yarn": dict(model_type="qwen3", head_dim=16, tie_word_embeddings=False, max_position_embeddings=256, rope_theta=1e6,
-                       rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}),
-    "llama": dict(model_type="llama", tie_word_embeddings=False, attention_bias=True),
-    "llama3": dict(model_type="llama", tie_word_embeddings=True, rope_theta=5e5, rope_scaling={
-        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}),
-    "qwen2": dict(model_type="qwen2", tie_word_embeddings=False),
-}
+    "qwen3": dict(head_dim=16, tie_word_embeddings=True),
+    "qwen3-yarn": dict(head_dim=16, tie_word_embeddings=False, rope_theta=1e6, rope_scaling=YARN),
+    "llama": dict(tie_word_embeddings=False, attention_bias=True),
+    "llama-llama3": dict(tie_word_embeddings=True, rope_theta=5e5, rope_scaling=LLAMA3),
+    "qwen2": dict(tie_word_embeddings=False)}
+HF_SIZES = dict(vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4)
 
 
-def write_hugging_face(folder, std, model_type, max_shard_size="1GB", **config):
-    """A small random model, written by transformers itself."""
+def write_hugging_face(folder, std, model_type, **config):
+    """A small random model in several files, written by transformers itself."""
     transformers = pytest.importorskip("transformers")
-    config = dict(dict(vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=3,
-                       num_attention_heads=4, num_key_value_heads=2,
-                       bos_token_id=None, eos_token_id=5, pad_token_id=None, max_position_embeddings=256),
-                       **config)
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(model_type, **config)
+    config = transformers.AutoConfig.for_model(model_type, **HF_SIZES | dict(
+        num_key_value_heads=2, bos_token_id=None, eos_token_id=5, pad_token_id=None,
+        max_position_embeddings=256) | config)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    for name, p in model.named_parameters():  # biases and norms start at 0 and 1: a wrong one would not show
+    for p in model.parameters():  # biases and norms start at 0 and 1: a wrong one would not show
         torch.nn.init.normal_(p, std=std) if p.dim() > 1 else p.data.add_(0.1 * torch.randn_like(p))
-    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    model.save_pretrained(folder, max_shard_size="60KB")
+    assert len(list(folder.glob("*.safetensors"))) > 1
     return model
 
 
 @pytest.mark.parametrize("kind", HF_CONFIGS)
 @torch.no_grad()
 def test_logits_equal_transformers(kind, tmp_path):
-    model = write_hugging_face(tmp_path, 0.2, max_shard_size="60KB", **HF_CONFIGS[kind])
-    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    model = write_hugging_face(tmp_path, 0.2, kind.split("-")[0], **HF_CONFIGS[kind])
     target, close = Transformer.from_pretrained(tmp_path), partial(assert_close, atol=1e-4, rtol=1e-4)
     ids = torch.randint(97, (2, 150), generator=torch.Generator().manual_seed(0))
     theirs = model(ids, output_hidden_states=True)
     hidden, features = target(ids, taps=(0, 1))
     close(target.logits(hidden), theirs.logits)
     close(features, torch.cat(theirs.hidden_states[1:3], -1))  # layer i is hidden_states[i + 1]
-    cache = KVCache(target.config, 2, 150, "cpu", torch.float32)
-    for begin, end in ((0, 100), (100, 101), (101, 117), (117, 150)):
-        cache.kv_len = end
-        hidden, _ = target(ids[:, begin:end], torch.arange(begin, end).expand(2, -1), cache)
-        close(target.logits(hidden), theirs.logits[:, begin:end])
-    target.save_pretrained(tmp_path / "again")                                                    # and back
+    target.save_pretrained(tmp_path / "again")  # and back
     auto = sys.modules["transformers"].AutoModelForCausalLM
     again = auto.from_pretrained(tmp_path / "again", attn_implementation="eager").eval()
     close(again(ids).logits, theirs.logits)
 
 
 def test_old_and_new_configs_say_the_same():
-    base = dict(model_type="llama", vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, tie_word_embeddings=False)
-    read = lambda **more: ModelConfig.from_dict({**base, **more})
-    yarn = {"factor": 4.0, "original_max_position_embeddings": 64}
-    scaling, named = {"type": "yarn", **yarn}, {"rope_type": "yarn", **yarn}
-    new, plain = {"rope_theta": 1e6, **named}, {"rope_type": "default", "rope_theta": 1e6}
+    read = lambda **more: ModelConfig.from_dict({"model_type": "llama", "tie_word_embeddings": False} | HF_SIZES | more)
+    scaling = {"type": "yarn", "factor": 4.0, **PLACES}
+    new, plain = {"rope_theta": 1e6, **YARN}, {"rope_type": "default", "rope_theta": 1e6}
     old = read(rope_theta=1e6, rope_scaling=scaling)
     assert old.rope_scaling["rope_type"] == "yarn"
     assert (old.rope_theta, old.num_key_value_heads, old.head_dim) == (1e6, 4, 16)
-    for raw in (old.to_dict(), dict(rope_theta=1e6, rope_scaling=named), dict(rope_parameters=new),
+    for raw in (old.to_dict(), dict(rope_theta=1e6, rope_scaling=YARN), dict(rope_parameters=new),
                 # rope_parameters count, as in transformers
                 dict(rope_theta=None, rope_parameters=new), dict(rope_theta=5.0, rope_parameters=new),
                 dict(rope_scaling=scaling, rope_parameters=plain),
@@ -277,10 +311,7 @@ def test_old_and_new_configs_say_the_same():
     assert read(model_type="qwen3").head_dim == 128  # as transformers has it where the file says nothing
     assert read(rope_scaling=None, head_dim=None).rope_scaling is None
     assert read(rope_theta=None, rope_parameters=plain).rope_theta == 1e6
-    fails(lambda: read(rope_scaling={**scaling, "factor": 8.0}, rope_parameters=new), "rope_scaling",
-          "another")
-    with pytest.raises(ArithmeticError):  # in a file one line, see the next test
-        read(rope_theta=1.0, rope_scaling=scaling)
+    fails(lambda: read(rope_scaling={**scaling, "factor": 8.0}, rope_parameters=new), "rope_scaling", "another")
 
 
 def test_distinct4_tells_loops_from_text():
@@ -290,11 +321,6 @@ def test_distinct4_tells_loops_from_text():
 
 def test_damaged_files_are_named_before_any_work(tmp_path):
     file = tmp_path / "config.json"
-    for error in (ArithmeticError, RuntimeError, KeyError, TypeError, ValueError):
-        def refuse(raw):
-            raise error("why")
-        file.write_text("{}")
-        fails(lambda: model.read_json(file, refuse), "config.json", "why")
     for text in ("[]", "[[1, 2]]", "5"):
         file.write_text(text)
         fails(lambda: model.read_json(file), "config.json", "no JSON object")
@@ -319,13 +345,12 @@ def test_what_was_saved_opens_and_decodes(dtype, tmp_path):
     again = Transformer.from_pretrained(tmp_path / "target")
     assert same(again, target) and again.dtype == dtype
     assert Transformer.from_pretrained(tmp_path / "target", dtype=torch.float32).dtype == torch.float32
-    for drafter in (dflash, make_baseline("eagle3", target), make_baseline("ar", target)):
+    for drafter in (dflash, *(make_baseline(kind, target) for kind in BASELINES)):
         drafter.to(dtype).save_pretrained(tmp_path / drafter.method)
         drafter_again = load_drafter(tmp_path / drafter.method, again)
         assert type(drafter_again) is type(drafter) and same(drafter_again, drafter)
-        for temperature in (0.0, 1.0):
-            out = speculative(again, drafter_again, PROMPTS, 12, temperature=temperature, seed=0)
-            assert [len(row) for row in out.tokens] == [12] * len(PROMPTS)
+        out = speculative(again, drafter_again, PROMPTS, 12, temperature=1.0, seed=0)
+        assert [len(row) for row in out.tokens] == [12] * len(PROMPTS)
     assert not list(tmp_path.rglob("*.tmp"))
 
 
@@ -341,49 +366,46 @@ ATOMS = ["  ", " ", "\n", "\r\n", "\t", "   \n  ", "\xa0", "\u3000", "\x85", "\x
          "im_", "|>", "\ufeff", "\x00", "\U00010400", " world", "a" * 50, " " * 40, "0" * 30]
 QWEN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
         r"|\s*[\r\n]+|\s+(?!\S)|\s+")
-KINDS = ("qwen", "llama3", "gpt2", "smollm2", "two_splits", "gaps", "some_bytes")
+PATTERNS = {"gpt2": (), "some_bytes": (), "smollm2": (), "gaps": (r"\p{L}+|\d",), "qwen": (QWEN,), "shuffled": (QWEN,),
+            "llama3": (QWEN.replace(r"|\p{N}|", r"|\p{N}{1,3}|"),), "two_splits": (r"\p{N}{1,3}", "[一-龥]+", QWEN)}
 
 
-def build(kind, folder, seed_text=TEXT):
+def build(kind, folder):
     """Train a small tokenizer of the kind with the tokenizers library and save it."""
     hf = pytest.importorskip("tokenizers")
-    pre, split = hf.pre_tokenizers, lambda p: hf.pre_tokenizers.Split(hf.Regex(p), "isolated")
-    bytelevel = lambda r: pre.ByteLevel(add_prefix_space=False, use_regex=r)
+    pre = hf.pre_tokenizers
     tok = hf.Tokenizer(hf.models.BPE(ignore_merges=kind == "llama3"))
     if kind == "qwen":
         tok.normalizer = hf.normalizers.NFC()
-    tok.pre_tokenizer = {
-        "qwen": lambda: pre.Sequence([split(QWEN), bytelevel(False)]),
-        "llama3": lambda: pre.Sequence([split(QWEN.replace(r"|\p{N}|", r"|\p{N}{1,3}|")), bytelevel(False)]),
-        "gpt2": lambda: bytelevel(True),
-        "smollm2": lambda: pre.Sequence([pre.Digits(individual_digits=True), bytelevel(True)]),
-        "some_bytes": lambda: bytelevel(True),
-        "two_splits": lambda: pre.Sequence([split(r"\p{N}{1,3}"), split("[一-龥]+"), split(QWEN), bytelevel(False)]),
-        "gaps": lambda: pre.Sequence([split(r"\p{L}+|\d"), bytelevel(False)])}[kind]()
+    splits = [pre.Split(hf.Regex(pattern), "isolated") for pattern in PATTERNS[kind]]
+    if kind == "smollm2":
+        splits = [pre.Digits(individual_digits=True)]
+    bytelevel = pre.ByteLevel(add_prefix_space=False, use_regex=not PATTERNS[kind])
+    tok.pre_tokenizer = pre.Sequence([*splits, bytelevel]) if splits else bytelevel
     tok.decoder = hf.decoders.ByteLevel()
-    tok.train_from_iterator([seed_text], hf.trainers.BpeTrainer(
-        vocab_size=500, initial_alphabet=[] if kind == "some_bytes" else pre.ByteLevel.alphabet(), show_progress=False,
-        special_tokens=["<|eot|>"] if kind == "gpt2" else []))
+    tok.train_from_iterator([TEXT], hf.trainers.BpeTrainer(
+        vocab_size=500, initial_alphabet=[] if kind == "some_bytes" else pre.ByteLevel.alphabet(),
+        special_tokens=["<|eot|>"] if kind == "gpt2" else [], show_progress=False))
     tok.add_special_tokens([hf.AddedToken(s, special=True) for s in ("<|eot|>", "<|im_start|>", "<|im")])
     tok.add_tokens([hf.AddedToken("<think>", normalized=False), hf.AddedToken("é!"), hf.AddedToken("im_")])
     if kind == "llama3":
-        bos = tok.token_to_id("<|im_start|>")
-        tok.post_processor = hf.processors.TemplateProcessing(
-            "<|im_start|> $A", special_tokens=[("<|im_start|>", bos)])
-    tok.save(str(folder / "tokenizer.json"))
-    return tok
+        bos = ("<|im_start|>", tok.token_to_id("<|im_start|>"))
+        tok.post_processor = hf.processors.TemplateProcessing("<|im_start|> $A", special_tokens=[bos])
+    file = folder / "tokenizer.json"
+    tok.save(str(file))
+    if kind == "shuffled":  # ids out of the merges' order, and merges as strings
+        data = read_json(file)
+        words = data["model"]["vocab"]
+        data["model"]["vocab"] = dict(zip(words, random.Random(0).sample([*words.values()], len(words))))
+        data["model"]["merges"] = [" ".join(merge) for merge in data["model"]["merges"]]
+        write_json(file, data)
+    return hf.Tokenizer.from_file(str(file))
 
 
-def edit(folder, change):
-    data = read_json(folder / "tokenizer.json")
-    change(data)
-    write_json(folder / "tokenizer.json", data)
-
-
-def same_ids(ours, theirs, n=600):
+def same_ids(ours, theirs, n=400):
     rnd = random.Random(1)
-    for text in [TEXT, "", *("".join(rnd.choices(ATOMS, k=rnd.randint(1, 12))) for _ in range(n)),
-                 *("".join(rnd.choices(" \n\r\ta1'!é", k=rnd.randint(1, 12))) for _ in range(n))]:
+    for text in [TEXT, "", *("".join(rnd.choices(atoms, k=rnd.randint(1, 12)))
+                             for atoms in (ATOMS, " \n\r\ta1'!é") for _ in range(n))]:
         for special in (True, False):
             theirs.encode_special_tokens = not special
             ids = theirs.encode(text, add_special_tokens=False).ids
@@ -392,17 +414,18 @@ def same_ids(ours, theirs, n=600):
             assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=False)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", PATTERNS)
 def test_ids_equal_the_library(kind, tmp_path):
     theirs = build(kind, tmp_path)
-    config = {"eos_token_id": [theirs.token_to_id("<|eot|>"), 1]}
-    write_json(tmp_path / "generation_config.json", config)
+    eos, bos = map(theirs.token_to_id, ("<|eot|>", "<|im_start|>"))
+    write_json(tmp_path / "generation_config.json", {"eos_token_id": [eos, 1]})
     ours = Tokenizer.from_pretrained(tmp_path)
     same_ids(ours, theirs)
-    assert ours.eos_id == ours.special_ids["<|eot|>"] == theirs.token_to_id("<|eot|>")
-    assert ours.bos_id == (theirs.token_to_id("<|im_start|>") if kind == "llama3" else None)
+    assert (ours.eos_id, ours.bos_id) == (eos, bos if kind == "llama3" else None)
     assert ours.vocab_size == max(theirs.get_vocab(True).values()) + 1
     assert not set(ours.encode("<|eot|><|im_start|><|im")) & set(ours.special_ids.values())
+    for text in (" " * 10**6, " " * 10**6 + "x", "a" * 10**6) if kind in ("qwen", "smollm2") else ():
+        assert ours.decode(ours.encode(text)) == text  # tiktoken alone gives up on the spaces
     ours.save_pretrained(tmp_path / "again")
     again = Tokenizer.from_pretrained(tmp_path / "again")
     assert (again.data, again.eos_id) == (ours.data, ours.eos_id)
@@ -410,27 +433,6 @@ def test_ids_equal_the_library(kind, tmp_path):
     assert auto.eos_token_id == ours.eos_id
     assert auto(TEXT + "<|eot|>", add_special_tokens=False).input_ids == ours.encode(TEXT + "<|eot|>", special=True)
     assert sorted(os.listdir(tmp_path / "again")) == ["tokenizer.json", "tokenizer_config.json"]
-
-
-def test_ids_out_of_merge_order_and_string_merges(tmp_path):
-    build("qwen", tmp_path)
-
-    def shuffle(data):
-        ids = list(data["model"]["vocab"].values())
-        random.Random(0).shuffle(ids)
-        data["model"]["vocab"] = dict(zip(data["model"]["vocab"], ids))
-        data["model"]["merges"] = [" ".join(m) for m in data["model"]["merges"]]
-    edit(tmp_path, shuffle)
-    same_ids(Tokenizer.from_pretrained(tmp_path),
-             sys.modules["tokenizers"].Tokenizer.from_file(str(tmp_path / "tokenizer.json")), 200)
-
-
-@pytest.mark.parametrize("kind", ("qwen", "smollm2"))
-def test_very_long_runs(kind, tmp_path):
-    build(kind, tmp_path)
-    ours = Tokenizer.from_pretrained(tmp_path)
-    for text in (" " * 10**6, " " * 10**6 + "x", "a" * 10**6):  # tiktoken alone gives up on the spaces
-        assert ours.decode(ours.encode(text)) == text
 
 
 MERGES = train_bpe([TEXT * 2], 420, CODE_PATTERN)
@@ -475,9 +477,11 @@ def test_our_own_tokenizer_round_trips_and_opens_elsewhere(tmp_path):
 @pytest.mark.parametrize("place, value, says", (  # ...: taken out
     ("model type", "Unigram", 'model.type = "Unigram"'),
     ("model byte_fallback", True, "model.byte_fallback = true"),
-    ("model end_of_word_suffix", "</w>", "end_of_word_suffix"), ("model vocab", ..., "vocab"),
+    ("model end_of_word_suffix", "</w>", "end_of_word_suffix"),
+    ("model vocab", ..., "vocab"),
     ("model vocab Ġ", ..., "model."),
-    ("model vocab À", ..., "unk_token"), ("model merges -1", ["zz", "q"], "model.merges"),
+    ("model vocab À", ..., "unk_token"),
+    ("model merges -1", ["zz", "q"], "model.merges"),
     ("model", None, "broken"),
     ("normalizer", {"type": "Lowercase"}, '"Lowercase"'),
     ("pre_tokenizer", {"type": "Metaspace"}, "Metaspace"),
@@ -487,17 +491,16 @@ def test_our_own_tokenizer_round_trips_and_opens_elsewhere(tmp_path):
     ("added_tokens 0 lstrip", True, "lstrip"),
     ("pre_tokenizer pretokenizers 0 pattern Regex", "(", "broken"),
     ("pre_tokenizer pretokenizers 0 pattern Regex", r"(?=\d)", "pattern")))
-def test_refusals(place, value, says, tmp_path):
+def test_a_tokenizer_that_is_refused(place, value, says, tmp_path):
     build("qwen", tmp_path)
-
-    def change(data):
-        data["model"]["unk_token"] = "!" if says == "unk_token" else None
-        *path, last = [int(key) if key.lstrip("-").isdecimal() else key for key in place.split()]
-        at = reduce(lambda part, key: part[key], path, data)
-        at[last] = value
-        if value is ...:
-            del at[last]
-    edit(tmp_path, change)
+    data = read_json(tmp_path / "tokenizer.json")
+    data["model"]["unk_token"] = "!" if says == "unk_token" else None
+    *path, last = [int(key) if key.lstrip("-").isdecimal() else key for key in place.split()]
+    at = reduce(lambda part, key: part[key], path, data)
+    at[last] = value
+    if value is ...:
+        del at[last]
+    write_json(tmp_path / "tokenizer.json", data)
     fails(lambda: Tokenizer.from_pretrained(tmp_path), says, "tokenizer.json: ")
 
 
@@ -832,22 +835,18 @@ def test_a_cycle_asks_nothing_of_the_host(kind, temperature, budget, trained, mo
         assert cycle()
 
 
-def test_compiled_steps_decode_what_eager_ones_do(monkeypatch):
-    """compile=True on the CPU; a call with another length takes the code of the first. (The C++ compiler's
-    half minute is left out: the steps are captured and made functional as ever, then run by PyTorch's own
-    operators.)"""
-    torch_compile = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function, dynamic, options: torch_compile(function, dynamic=dynamic, backend="aot_eager"))
-    kernels.compiled_step.cache_clear()
+def test_compiled_steps_decode_what_eager_ones_do(no_code_generation, monkeypatch):
+    """compile=True on the CPU; a call with another length takes the code of the first. (A chain: see the gpu
+    preset's run.)"""
     target, drafter = few_tokens("dflash", layers=2)
-    for how in (dict(temperature=0.8), dict(tree_budget=6)):
-        def decode_both(most):
-            out, eager = (speculative(target, drafter, [[1, 2, 3], [0] * 9], most, compile=compile, seed=3,
-                                      block_size=5, **how) for compile in (True, False))
-            assert out.tokens == eager.tokens and out.tau > 1 and out.acceptance_lengths == eager.acceptance_lengths
-        compiled = graphs_compiled([partial(decode_both, most) for most in (40, 30)])
-        assert compiled == [2, 0], "a draft and a verification, compiled once"
-    kernels.compiled_step.cache_clear()
+
+    def decode_both(most):
+        out, eager = (speculative(target, drafter, [[1, 2, 3], [0] * 9], most, compile=compile, seed=3,
+                                  block_size=5, tree_budget=6, temperature=0.8) for compile in (True, False))
+        assert out.tokens == eager.tokens and out.acceptance_lengths == eager.acceptance_lengths
+        assert out.tau > 1
+    compiled = graphs_compiled([partial(decode_both, most) for most in (40, 30)])
+    assert compiled == [2, 0], "a draft and a verification, compiled once"
     monkeypatch.setattr(decode, "has_compiler", lambda: False)
     fails(lambda: speculative(target, drafter, [[1]], 4, compile=True), "compiler")
 
@@ -1147,22 +1146,6 @@ def test_speculative_equals_autoregressive_on_cuda(temperature, tree_budget, tra
         assert speculative(target, drafter, PROMPTS, 40, temperature=temperature, tree_budget=tree_budget, seed=0).tokens == plain.tokens
     if temperature == 0:
         assert plain.tokens == autoregressive(trained[0], PROMPTS, 40).tokens
-
-
-# ---- the baselines: EAGLE-3 and an autoregressive drafter
-# ------------------------------------------------------------------------------------
-
-BASELINES = {"eagle3": Eagle3Drafter, "ar": ARDrafter}
-
-
-def make_baseline(kind, target, block_size=5, seed=7):
-    return random_weights(BASELINES[kind].for_target(target, num_layers=2, block_size=block_size), seed)
-
-
-def few_tokens(kind, layers=4):
-    """A target of so few tokens that a random drafter's drafts are often kept."""
-    target, drafter = make_pair(vocab=5, mask=4, layers=layers)
-    return target, make_baseline(kind, target, seed=12) if kind in BASELINES else drafter
 
 
 def test_a_drafter_that_is_the_target_is_always_right(shapes):
@@ -1629,31 +1612,21 @@ def test_repeated_paragraphs_are_dropped_before_the_split(tmp_path):
 # --------------------------------------------------------------------------------------------------------
 
 @pytest.fixture
-def in_cudas_form(monkeypatch):
+def in_cudas_form(no_code_generation, monkeypatch):
     """Training's masks and attention as on CUDA, compiled up to where kernels would be written: a function to
     switch it on for a module. Run by PyTorch's own operators, whose gradients FlexAttention's front alone
     refuses on the CPU."""
     monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *args: None)
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    kernels.compiled.cache_clear()
+
+    def make_mask(mask_mod, B, Q, KV, device, dtype):
+        return kernels.compiled(create_block_mask)(mask_mod, B, None, Q, KV, device=device)
 
     def switch_on(module):
         for layer in filter(lambda part: isinstance(part, model.DecoderLayer), module.modules()):
             layer.compile()
         for place in (kernels, model, drafter_module):
-            monkeypatch.setattr(place, "make_mask", lambda mask_mod, B, Q, KV, device, dtype: kernels.compiled(create_block_mask)(mask_mod, B, None, Q, KV, device=device))
-    yield switch_on
-    kernels.compiled.cache_clear()
-    torch._dynamo.reset()
-
-
-def graphs_compiled(steps):
-    """How many each call adds."""
-    counts = [torch._dynamo.utils.counters["stats"]["unique_graphs"]]
-    for step in steps:
-        step()
-        counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    return [b - a for a, b in zip(counts, counts[1:])]
+            monkeypatch.setattr(place, "make_mask", make_mask)
+    return switch_on
 
 
 @pytest.mark.parametrize("stage", ("target", "drafter"))
@@ -1663,15 +1636,13 @@ def test_training_in_cudas_form_has_the_dense_paths_gradients(stage, in_cudas_fo
 
     def gradients(step):
         g = torch.Generator().manual_seed(step)  # new text and new anchors each step
-        # more than a tile of 128 queries
-        ids, trainable = torch.randint(60, (2, 150), generator=g), torch.ones(2, 150, dtype=torch.bool)
+        ids = torch.randint(60, (2, 150), generator=g)  # more than a tile of 128 queries
         hidden, features = target(ids, taps=drafter.config.target_layer_ids)
         if module is target:
             loss = F.cross_entropy(target.logits(hidden)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
         else:
-            anchors = sample_anchors(trainable, 20, 8, g)[0]
-            batch = training_batch(ids, features.detach(), anchors, hidden=hidden.detach())
-            loss, _ = drafter.loss(target, batch)
+            anchors = sample_anchors(torch.ones_like(ids, dtype=torch.bool), 20, 8, g)[0]
+            loss, _ = drafter.loss(target, training_batch(ids, features.detach(), anchors, hidden=hidden.detach()))
         return torch.cat([grad.flatten() for grad in torch.autograd.grad(loss, list(module.parameters()))])
     dense, found = [gradients(step) for step in range(3)], []
     in_cudas_form(module)
@@ -1679,13 +1650,11 @@ def test_training_in_cudas_form_has_the_dense_paths_gradients(stage, in_cudas_fo
     assert compiled[0] >= 2 and compiled[1:] == [0, 0], "a mask and a layer in the first step, then none"
     different = lambda a, b: (a - b).norm() / a.norm()
     assert max(map(different, dense, found)) < 1e-4
-    # Planted: one key too many shows in the gradients, a step's own number in the mask's code as a graph a
-    # step.
+    # Planted: one key too many shows in the gradients.
     monkeypatch.setattr(model, "causal", lambda positions: kernels.causal((positions[:1] + 1).expand_as(positions)))
-    monkeypatch.setattr(drafter_module, "dflash_training", lambda anchors, *sizes: kernels.dflash_training(anchors + 1, *sizes))
+    monkeypatch.setattr(drafter_module, "dflash_training",
+                        lambda anchors, *sizes: kernels.dflash_training(anchors + 1, *sizes))
     assert different(dense[0], gradients(0)) > 1e-2
-    mask = lambda step: kernels.make_mask(eval(f"lambda b, h, q_idx, kv_idx: kv_idx <= q_idx + {step}"), 2, 150, 150, "cpu", None)
-    assert graphs_compiled([partial(mask, step) for step in (2, 3)]) == [1, 1]
 
 
 def test_memory_of_a_drafters_step_is_in_proportion_to_rows_and_anchors(monkeypatch):
