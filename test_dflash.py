@@ -1050,7 +1050,7 @@ def test_noise_that_is_shared_fails_the_distribution_test(shared_by, small_vocab
 
 
 @pytest.mark.parametrize("name", SAMPLING)
-def test_sampled_text_has_the_targets_distribution(name, small_vocabulary, monkeypatch):
+def test_sampled_text_has_the_targets_distribution(name, small_vocabulary):
     tau, p_values = sampled(small_vocabulary, name)
     assert 1.05 < tau < 4  # some are accepted, some are not
     assert min(p_values) > LEVEL
