@@ -115,7 +115,7 @@ def trained():
         anchors = sample_anchors(torch.ones_like(batch, dtype=torch.bool), 8, 8, g)[0]
         total, weight = drafter.loss(target, training_batch(batch, features, anchors))
         return total / weight
-    for module, loss, steps in ((target, target_loss, 100), (drafter, drafter_loss, 150)):
+    for module, loss, steps in ((target, target_loss, 80), (drafter, drafter_loss, 100)):
         if module is drafter:
             drafter.init_weights(target, g)
         optimizer = torch.optim.AdamW(module.parameters(), lr=5e-3, fused=True)
@@ -749,7 +749,7 @@ def decode_both_ways(target, drafter, prompts, n, way, monkeypatch, temperature,
 @pytest.mark.parametrize("kind, way", [
     *product(["trained"], WAYS), *product(["random"], ("block 5", "tree", "wandering tree", "two steps")),
     *product(["input"], ("block 5", "wandering tree")),
-    *product(BASELINES, ("block 2", "block 5", "block 11", "auto", "wandering"))])
+    *product(BASELINES, ("block 5", "block 11", "auto", "wandering"))])
 def test_the_text_is_the_targets(kind, way, temperature, shapes, trained, monkeypatch):
     prompts = PROMPTS
     if kind == "trained":
