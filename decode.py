@@ -201,9 +201,9 @@ class Decoder:
         self.num_cycles.zero_()                                         # the first token belongs to no cycle
         # Of each cycle: times, tokens read, acceptance lengths; and which cycles compiled or captured a step.
         self.watch, self.sizes, self.history, self.untimed = Stopwatch(self.device), [], [], set()
-        self.slowest = 0                        # the row that `auto` looks at
-        # Upper bounds: of anchor_at, and of how many positions before it the drafter has not read.
-        self.longest, self.unread = width, 1
+        # Upper bounds, of anchor_at and of how many positions before it the drafter has not read; and the row
+        # that `auto` looks at.
+        self.longest, self.unread, self.slowest = width, 1, 0
 
     def cycle(self, looking):
         """Draft, then verify, which accepts and commits. looking: may the host wait for the drafts, to choose

@@ -1853,12 +1853,14 @@ def test_a_stage_without_its_settings_file_starts_anew(tmp_path):
     assert [file.exists() for file in left] == [False, False, True]
 
 
-def test_short_runs_train_uncompiled(tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "has_compiler", lambda: True)
+def test_training_compiles_on_the_cpu_only_when_asked(tmp_path, monkeypatch):
     start = ("--out", str(tmp_path), "--device", "cpu")
     compiles = lambda *flags: train.Run(train.parse([*start, *flags])).compile
-    assert compiles() and not compiles("--minutes", "3") and not compiles("--no-compile")
-    assert compiles("--minutes", "3", "--compile")
+    monkeypatch.setattr(train, "has_compiler", lambda: True)
+    assert not compiles() and compiles("--compile")
+    monkeypatch.setattr(train, "has_compiler", lambda: False)
+    assert not compiles()
+    fails(lambda: compiles("--compile"), "C++ compiler")
 
 
 def test_command_line_errors_are_one_line(tmp_path):
