@@ -62,7 +62,8 @@ def accept_tree(drafts, draws):
     """The same in a tree, where "before" is "ancestor". -> acceptance length (B,); path (B, N): the anchor
     and the drafts kept, in order, then the other nodes."""
     right = (drafts.tokens == draws.gather(1, drafts.parent)) | (drafts.depth == 0)
-    kept = (right[:, None] | ~drafts.ancestors).all(-1)        # (B, N); siblings differ, so they are one path
+    # (B, N); siblings differ, so they are one path, in order, since parents come before children
+    kept = (right[:, None] | ~drafts.ancestors).all(-1)
     return kept.sum(1), kept.int().argsort(dim=1, descending=True, stable=True)
 
 
@@ -110,7 +111,7 @@ class Decoder:
         """The drafter's block behind each row's anchor, as a chain or a tree."""
         logits = self.drafter.draft(self.target, self.text, self.features, self.anchor_at, self.block_size,
                                     self.caches[1], self.draw_drafts, self.denoise_steps)
-        guesses = self.sampling.guess_probabilities(logits, self.noise(0, self.block_size - 1))    # (B, S, V)
+        guesses = self.sampling.guess_probabilities(logits, self.noise(1, self.block_size - 1))    # (B, S, V)
         if self.tree_budget:
             return draft_tree(self.anchor(), guesses, self.tree_budget)
         return draft_chain(self.anchor(), guesses)
@@ -124,7 +125,7 @@ class Decoder:
         tree = (self.anchor_at, drafts.ancestors) if is_tree else None
         hidden, features = self.target(
             drafts.tokens, self.anchor_at[:, None] + depth, self.caches[0], self.taps, tree)
-        noise = self.noise(0, min(n, self.block_size))
+        noise = self.noise(1, min(n, self.block_size))
         if is_tree and noise is not None:
             noise = rows_at(noise, depth)             # a node draws with the noise of the token behind it
         draws = self.sampling.draw(self.target.logits(hidden), noise)            # (B, n)
@@ -145,7 +146,7 @@ class Decoder:
         self.features[torch.arange(len(tokens), device=self.device)[:, None], positions] = features
         self.text.scatter_(1, positions + 1, tokens)
         stops = (tokens[..., None] == self.stop_ids).any(-1) & (order < length[:, None])
-        first_stop = order.where(stops, n).amin(1)                               # (B,), n: none
+        first_stop = torch.where(stops, order, n).amin(1)                               # (B,), n: none
         # Nothing counts behind a stop token, nor in a row that has finished.
         length = torch.minimum(length, first_stop + 1).masked_fill(self.anchor_at == self.last_at, 0)
         self.lengths.index_copy_(0, self.num_cycles, length[None])
@@ -156,18 +157,17 @@ class Decoder:
     def anchor(self):
         return self.text.gather(1, self.anchor_at[:, None])                         # (B, 1)
 
-    def noise(self, offset, n):
-        """(B, n, V), of n tokens, the first of them `offset` behind the anchor's successor; None at
-        temperature 0."""
+    def noise(self, first, n):
+        """(B, n, V), of the tokens anchor + first, anchor + first + 1, ...; None at temperature 0."""
         if self.sampling.temperature > 0:
-            order = torch.arange(offset + 1, offset + 1 + n, device=self.device)
+            order = torch.arange(first, first + n, device=self.device)
             index = (self.anchor_at - self.prompt_length)[:, None] + order       # (B, n)
             return exponential_noise(self.noise_keys, index, self.target.config.vocab_size)
 
     def draw_drafts(self, logits, slot):
         """The tokens (B, n) that logits (B, n, V) draft in the slots (counted from 0) from this one on, drawn
         with the target's noise: for drafters whose next pass reads them (their argument `sample`)."""
-        return self.sampling.draw(logits, self.noise(slot, logits.shape[1]))
+        return self.sampling.draw(logits, self.noise(slot + 1, logits.shape[1]))
 
     def read(self):
         """The drafter reads its last block of context, where plain cycles follow each other: `draft` itself
@@ -255,7 +255,7 @@ class Decoder:
             if self.auto and any(lengths):                                    # not behind the end of all rows
                 ms = None if i in self.untimed else sum(self.watch.cycle(i))
                 self.auto.update(self.sizes[i], ms, lengths[self.slowest] or max(lengths))
-        if new:                         # what the last cycle kept, in place of what it could keep at most
+        if new:                       # what the last cycle kept, not what it could; a draft has read the rest
             self.unread += max(1, *new[-1]) - min(self.sizes[-1], self.block_size)
             if self.auto and self.sizes[-1] > 1:
                 self.auto.decide()
@@ -277,7 +277,7 @@ class Auto:
         self.sizes = [2**k for k in range(1, 16) if 2**k < most] + [most]
         self.ratios = {n: deque(maxlen=9) for n in self.sizes}                # measured costs, draft included
         self.power = 1.0                        # of a probability, to be right on average
-        self.lost, self.looks = 0.0, 0          # what cycles with drafts lose, in plain cycles; of how many
+        self.lost, self.num_drafts = 0.0, 0     # plain cycles lost a cycle with drafts; how many of these
         self.plain_cycles = 2                   # still to run before the next draft; at first, to time them
         self.patience = 8                       # plain cycles for each one lost; grows while drafts lose
         self.size = None                        # chosen
@@ -314,11 +314,11 @@ class Auto:
                 self.ratios[n].append(ms / ms_before * (1.0 if m == 1 else self.cost(m)))
         self.before = (n, ms) if ms else None
         if n > 1 and ms:
-            self.looks += 1
-            power = self.power * math.exp((self.expected - length) / min(self.looks, 20))
+            self.num_drafts += 1
+            power = self.power * math.exp((self.expected - length) / min(self.num_drafts, 20))
             self.power = min(max(power, 0.1), 100.0)
             lost = self.cost(n) - (self.expected + length) / 2     # the outcome tells as much as the promise
-            self.lost += max(0.2, 1 / self.looks) * (lost - self.lost)
+            self.lost += max(0.2, 1 / self.num_drafts) * (lost - self.lost)
 
     def decide(self):
         """After a look at cycles with drafts: how many plain ones follow?"""
@@ -326,7 +326,7 @@ class Auto:
             self.plain_cycles = max(1, round(self.patience * self.lost))
             self.patience = min(2 * self.patience, 64)
         else:                                   # a plain cycle now and then measures what one costs
-            self.plain_cycles, self.patience = int(self.looks % 32 == 0), 8
+            self.plain_cycles, self.patience = int(self.num_drafts % 32 == 0), 8
 
 
 # ---- generation --------------------------------------------------------------------------------------------

@@ -214,7 +214,7 @@ class Drafts(NamedTuple):
     ancestors: torch.Tensor | None = None
 
     def first(self, n):
-        """Of a tree, the best n nodes."""
+        """The anchor and the first n - 1 drafts, of a tree the best."""
         return Drafts(*(x if x is None else x[:, :n, :n] if x.dim() == 3 else x[:, :n] for x in self))
 
 
@@ -236,23 +236,25 @@ def draft_tree(anchor, guesses, budget):
     K = min(budget - 1, guesses.shape[2])                                   # tokens to choose from in a slot
     top, tokens = guesses.topk(K)                                                # (B, S, K)
     log_p = top.log()
-    # All prefixes, shorter ones first: their scores, and in one number K * the parent's place among them +
-    # the rank of the last token in its slot.
-    scores, origins = [log_p.new_zeros(len(anchor), 1)], [torch.zeros_like(anchor)]
+    # All prefixes, shorter ones first: their scores, the parent's place among them, and the rank of the last
+    # token in its slot.
+    parents, ranks = [torch.zeros_like(anchor)], [torch.zeros_like(anchor)]
+    scores = [log_p.new_zeros(len(anchor), 1)]
     for slot in range(log_p.shape[1]):
         first_parent = sum(level.shape[1] for level in scores[:-1])
         longer = (scores[-1][:, :, None] + log_p[:, slot, None]).flatten(1)      # (B, parents * K)
         score, choice = longer.topk(min(budget - 1, longer.shape[1]))
         scores.append(score)
-        origins.append(choice + first_parent * K)
+        parents.append(choice // K + first_parent)
+        ranks.append(choice % K)
     # A child is no likelier than its parent, and a stable sort leaves equal ones in order: parents come
     # first, and none is missing.
     score, order = torch.cat(scores, 1).sort(dim=1, descending=True, stable=True)
-    origin = torch.cat(origins, 1).gather(1, order[:, :budget])
-    parent = order.argsort(1).gather(1, origin // K)
-    ancestors = ancestors_of(parent, len(origins) - 1)
+    parent, rank = (torch.cat(each, 1).gather(1, order[:, :budget]) for each in (parents, ranks))
+    parent = order.argsort(1).gather(1, parent)
+    ancestors = ancestors_of(parent, log_p.shape[1])
     depth = ancestors.sum(2) - 1
-    tokens = torch.cat((anchor.expand(-1, K), tokens.flatten(1)), 1).gather(1, depth * K + origin % K)
+    tokens = torch.cat((anchor.expand(-1, K), tokens.flatten(1)), 1).gather(1, depth * K + rank)
     return Drafts(tokens, score[:, :budget].exp(), parent, depth, ancestors)
 
 

@@ -106,7 +106,7 @@ def make_responses(run, args, target, tokenizer, prompts):
     if not run.is_done(args, "responses"):
         run.begin("responses")
         stop_ids = stop_tokens(target, tokenizer)
-        if run.bfloat16:
+        if run.bfloat16 and target.dtype != torch.bfloat16:
             target = copy.deepcopy(target).to(torch.bfloat16)                    # half the bytes to stream
         prompts = prompts[:args.responses]
         parts = [prompts[i:i + B] for i in range(0, len(prompts), B)]
@@ -114,6 +114,7 @@ def make_responses(run, args, target, tokenizer, prompts):
             autoregressive(target, parts[0], 4)                                  # warm-up
             began = time.monotonic()
             if run.main:
+                (folder / "00000.safetensors").unlink(missing_ok=True)        # that of a killed run
                 decode_part(args, target, parts[0], 0, folder, stop_ids)
             seconds = time.monotonic() - began
             run.decide("responses", 1 + run.world * run.seconds_for("responses") / seconds)
@@ -216,6 +217,7 @@ def target_outputs_of_all(run, args, target, taps, ids):
     if key not in run.feature_cache and nbytes <= FEATURE_CACHE:
         parts = tqdm(ids.split(args.draft_batch), "features", disable=not run.main)
         outputs = [target_outputs(run, target, taps, part) for part in parts]
+        run.feature_cache.clear()                                                # of other taps or texts
         run.feature_cache[key] = [torch.cat(each) for each in zip(*outputs)]
     return run.feature_cache.get(key)
 
@@ -237,7 +239,7 @@ class Trainer:
         self.checkpoint = run.out / f"{stage}.checkpoint.safetensors"
         if run.compile:
             allow_recompiling()
-            for part in module.modules():                               # one compiled function for all layers
+            for part in module.modules():      # a function for all layers; EAGLE-3 calls its layer's parts
                 if isinstance(part, (DecoderLayer, MLP, RMSNorm)):
                     part.compile()
 
@@ -326,8 +328,8 @@ def learning_rate_factor(step, steps, muon):
 
 
 def generator(seed, *index):
-    """A stream of random numbers for this seed and place (stage, step, ...): no state to save, none to
-    restore."""
+    """A stream of random numbers for this seed and place: no state to save, none to restore. index: 0: the
+    target's start; (1, step): its batches; 2: prompts; 3: the drafter's start; (4, step): its batches."""
     state = np.random.SeedSequence((seed, *index)).generate_state(1, np.uint64)
     return torch.Generator().manual_seed(int(state[0] >> 1))
 
@@ -437,7 +439,7 @@ class Run:
         """A stage's number of steps, where that depends on this machine's speed: decided once, by the first
         process, and written down, so that a resumed run takes as many."""
         number = torch.tensor(number if self.main else 0.0, dtype=torch.float64, device=self.device)
-        self.record["number"] = int(self.sum(number).item())
+        self.record["number"] = int(self.sum(number).item())                     # the others add nothing
         if self.main:
             write_json(self.out / f"{name}.settings.json", self.record)
 
