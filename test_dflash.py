@@ -916,8 +916,8 @@ def test_acceptance_equals_plain_python():
     g = torch.Generator().manual_seed(0)
     for case, budget in product(range(60), (None, 14)):
         anchor, guesses = torch.randint(5, (3, 1), generator=g), torch.rand(3, 4, 5, generator=g).softmax(-1)
-        how = (drafter_module.draft_tree, budget) if budget else (drafter_module.draft_chain,)
-        drafts = how[0](anchor, guesses, *how[1:])
+        drafts = (drafter_module.draft_tree(anchor, guesses, budget) if budget else
+                  drafter_module.draft_chain(anchor, guesses))
         N = drafts.tokens.shape[1]
         parents = drafts.parent.tolist() if budget else [[max(i - 1, 0) for i in range(N)]] * 3
         draws = torch.randint(5, (3, N), generator=g)
