@@ -341,11 +341,6 @@ class Generation:
     verify_ms: list = field(default_factory=list)    # a cycle, acceptance included
 
     @property
-    def tau(self):
-        lengths = [length for row in self.acceptance_lengths for length in row]
-        return sum(lengths) / len(lengths) if lengths else float("nan")
-
-    @property
     def ms_per_token(self):
         return 1e3 * self.seconds / sum(map(len, self.tokens))
 

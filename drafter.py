@@ -219,8 +219,8 @@ class Drafts(NamedTuple):
 
 
 def draft_chain(anchor, guesses):
-    """anchor (B, 1); guesses (B, S, V), `Sampling.guess_probabilities` of the drafter's slots -> the likeliest
-    token of each slot. N = S + 1."""
+    """anchor (B, 1); guesses (B, S, V), `Sampling.guess_probabilities` of the drafter's slots -> the
+    likeliest token of each slot. N = S + 1."""
     probability, tokens = guesses.max(-1)                                        # (B, S)
     return Drafts(torch.cat((anchor, tokens), 1), F.pad(probability.cumprod(1), (1, 0), value=1.0))
 
@@ -381,16 +381,10 @@ class Eagle3Drafter(BaselineDrafter, DFlashDrafter):       # modules and files o
         for name in ("q_proj", "k_proj", "v_proj"):                            # they read [embedding, hidden]
             setattr(attn, name, nn.Linear(2 * C, getattr(attn, name).out_features, bias=False))
 
-    @staticmethod
-    def default_taps(L):
-        """A low, a middle and a high layer; distinct ones also where there are few."""
-        taps = [1, L // 2 - 1, L - 4]
-        return taps if taps[0] < taps[1] < taps[2] else default_taps(L, 3)
-
     @classmethod
     def for_target(cls, target, **given):
-        """It always has one layer and taps of its own, and no mask."""
-        taps = cls.default_taps(target.config.num_hidden_layers)
+        """It always has one layer, taps of its own (a low, a middle and a high layer), and no mask."""
+        taps = default_taps(target.config.num_hidden_layers, 3)
         given |= {"num_layers": 1, "mask_token_id": None, "target_layer_ids": taps, "injection": "kv"}
         return super().for_target(target, **given)
 

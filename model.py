@@ -830,6 +830,9 @@ class Entry(dict):
     "domain". where: its file and line."""
     where = "--data"
 
+    def is_text(self):
+        return not self.keys() & {"messages", "prompt"}
+
 
 ENTRY_FIELDS = {"messages": lambda turns: isinstance(turns, list | None) and all(
                     isinstance(turn, dict) for turn in turns or ()),
@@ -877,7 +880,7 @@ def encode_entries(entries, tokenizer, prompt_tokens, *, rendered=False, skip_ba
     rows, bad = [], []
     for entry in entries:
         try:
-            with reading(getattr(entry, "where", Entry.where)):
+            with reading(entry.where):
                 rows.append((entry, encode_prompt(entry, tokenizer, prompt_tokens, rendered)))
         except UserError as error:
             if not skip_bad:
@@ -892,7 +895,7 @@ def read_prompts(file, tokenizer, prompt_tokens, per_domain, *, rendered=False, 
     """{domain: rows of ids}: from a .jsonl or .json file, or from a text, cut into prompts."""
     prompts, domain = {}, Path(file).stem
     if str(file).endswith((".jsonl", ".json")):
-        entries = [entry for entry in read_entries(file) if entry.keys() & {"messages", "prompt"}
+        entries = [entry for entry in read_entries(file) if not entry.is_text()
                    or len(tokenizer.encode(entry["text"])) >= prompt_tokens]
         rows = encode_entries(entries, tokenizer, prompt_tokens, rendered=rendered, skip_bad=skip_bad)
         for entry, ids in rows:

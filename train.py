@@ -21,6 +21,7 @@ import os
 import statistics
 import time
 from collections import Counter, defaultdict
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -110,14 +111,11 @@ def make_responses(run, args, target, tokenizer, prompts):
             target = copy.deepcopy(target).to(torch.bfloat16)                    # half the bytes to stream
         prompts = prompts[:args.responses]
         parts = [prompts[i:i + B] for i in range(0, len(prompts), B)]
-        if run.minutes and not run.record["number"]:                             # the first part is timed
+        if run.minutes and not run.record["number"]:                      # an eighth of a part is timed
             autoregressive(target, parts[0], 4)                                  # warm-up
-            began = time.monotonic()
-            if run.main:
-                (folder / "00000.safetensors").unlink(missing_ok=True)        # that of a killed run
-                decode_part(args, target, parts[0], 0, folder, stop_ids)
-            seconds = time.monotonic() - began
-            run.decide("responses", 1 + run.world * run.seconds_for("responses") / seconds)
+            tokens = math.ceil(args.response_tokens / 8)
+            seconds = autoregressive(target, parts[0], tokens).seconds * args.response_tokens / tokens
+            run.decide("responses", max(1, run.world * run.seconds_for("responses") / seconds))
         parts = parts[:run.record["number"]]
         with run.bar(len(parts) * B * args.response_tokens, "responses", "token") as bar:
             for n, part in enumerate(parts):
@@ -363,20 +361,9 @@ def load_checkpoint(file, module, optimizers):
 
 # ---- stages and processes ----------------------------------------------------------------------------------
 
-# A stage's part of --minutes, and what of them is left behind it: the last bit for reading the text, and for
-# a machine that becomes slower meanwhile.
-SHARES = {"tokenizer": (0.0, 1.0), "target": (0.31, 0.69), "responses": (0.12, 0.57), "drafter": (0.36, 0.21),
-          "benchmark": (0.18, 0.03)}
-
-SETTINGS = {    # the arguments that a stage's result depends on, beside those of the stages before it
-    "tokenizer": ["seed", "corpus", "vocab_size"],
-    "target": ["layers", "hidden_size", "intermediate_size", "heads", "kv_heads", "sequence_length", "batch",
-               "minutes", "target_steps", "target_lr"],
-    "responses": ["target", "weights", "prompts_from", "responses", "response_batch", "response_tokens",
-                  "prompt_tokens", "temperatures", "cuts", "responses_from"],
-    "drafter": ["draft_layers", "block_size", "anchors", "draft_batch", "gamma", "drafter_steps", "epochs",
-                "labels", "drafter_lr", "mask_token", "taps", "injection", "anchor_choice", "reveal"],
-    "benchmark": ["prompts"]}
+# A stage's part of --minutes. What is left is for reading the text, and for a machine that becomes slower.
+SHARES = {"tokenizer": 0.0, "target": 0.31, "responses": 0.12, "drafter": 0.36, "benchmark": 0.18}
+BEHIND = dict(zip(SHARES, 1 - np.cumsum([*SHARES.values()])))                    # left when a stage has ended
 
 WORLD = int(os.environ.get("WORLD_SIZE", 1))    # processes, as torchrun says
 
@@ -428,12 +415,12 @@ class Run:
 
     def start_clock(self, behind):
         """As if this stage and those before it had taken their parts of --minutes."""
-        self.end = time.monotonic() + 60 * self.minutes * SHARES[behind][1]
+        self.end = time.monotonic() + 60 * self.minutes * BEHIND[behind]
 
     def seconds_for(self, stage):
         """Of what is left of --minutes, a stage's part beside what the stages behind it need."""
-        own, behind = SHARES[stage]
-        return max(0.0, self.end - time.monotonic()) * own / (own + behind)
+        own = SHARES[stage]
+        return max(0.0, self.end - time.monotonic()) * own / (own + BEHIND[stage])
 
     def decide(self, name, number):
         """A stage's number of steps, where that depends on this machine's speed: decided once, by the first
@@ -446,9 +433,9 @@ class Run:
     def is_done(self, args, stage, name=None):
         """Is the stage's result in --out? Refuses one made with other settings, and without --resume an
         interrupted one. name: of the result, where a stage has several."""
-        name, stages = name or stage, [*SETTINGS]
+        name, stages = name or stage, [*STAGES]
         file = self.out / f"{name}.settings.json"
-        fields = itertools.chain(*(SETTINGS[each] for each in stages[:stages.index(stage) + 1]))
+        fields = itertools.chain(*(STAGES[each] for each in stages[:stages.index(stage) + 1]))
         settings = json.loads(json.dumps({field: getattr(args, field, None) for field in fields}))
         begun, new = file.exists(), {"done": False, "number": None, "settings": settings}
         self.record = {**new, **read_optional(file)}
@@ -527,50 +514,44 @@ def default_corpus(preset):
     return (folders[:2], (".pyi",)) if preset == "cpu" else (folders, (".py", ".pyi"))
 
 
-def find_texts(paths, suffixes, entries=None):
-    """(domain, text) of every file to read, in an order that is the same on every machine; the domain is the
-    name of the file or folder that was asked for. entries: a list that takes the rows of .jsonl files, and of
-    .json files given by name; None: of .jsonl files only rows of text can be read."""
+def find_entries(paths, suffixes):
+    """The entries of all files, in an order that is the same on every machine: rows, see `entries_of`, and
+    texts, whose domain is the name of the file or folder that was asked for. UserError where there are
+    none."""
     for path in map(Path, paths):
         if not path.exists():
             raise UserError(f"{path}: no such file or folder; --data takes text files and folders")
         names = sorted(p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file())
         names = [n for n in names if not regex.search(r"(^|/)(\.|site-packages/)", n)]
         files = [path / n for n in names if n.endswith(tuple(suffixes or [""]))] or [path]
-        row_files = (".jsonl", ".json") if entries is not None and path.is_file() else (".jsonl",)
-        found = [each for file in files for each in texts_of(file, row_files)]
+        found = [entry for file in files for entry in entries_of(file, named=file == path)]
         if not found:
             kind = " or ".join(suffixes or ("UTF-8",))
             raise UserError(f"{path}: holds no {kind} text; give files or folders with some")
-        for each in found:
-            if not isinstance(each, Entry):
-                yield path.stem, each
-            elif entries is not None:
-                entries.append(each)
-            elif "text" in each:
-                yield path.stem, each["text"]
-            else:
-                raise UserError(f"{path}: holds chats or prompts, not text; --target learns from these")
+        for entry in found:
+            entry.setdefault("domain", path.stem)
+        yield from found
 
 
-def texts_of(file, row_files):
-    """A list: a file's rows, if it's of such a kind; else its text, if it is UTF-8 and not empty."""
-    if file.suffix in row_files:
+def entries_of(file, named):
+    """The rows of a .jsonl file, and of a .json file that was named itself; of any other its text, if that is
+    UTF-8 and not empty."""
+    if file.suffix == ".jsonl" or named and file.suffix == ".json":
         return read_entries(file)
-    try:
+    with suppress(UserError):
         text = read_text(file)
-    except UserError:
-        return []
-    return [text] if text.strip() and "\0" not in text else []
+        if text.strip() and "\0" not in text:
+            return [Entry(text=text)]
+    return []
 
 
-def read_corpus(paths, suffixes=None, entries=None):
-    """Documents {"domain", "text"} in a fixed order. Texts are cut at blank lines, and of paragraphs that
-    differ in white space alone the first stays: repetitions would stand on both sides of the split."""
+def cut_texts(entries):
+    """Documents {"domain", "text"} of texts, in their order. They are cut at blank lines, and of paragraphs
+    that differ in white space alone the first stays: repetitions would stand on both sides of the split."""
     documents, seen = [], {""}
-    for domain, text in find_texts(paths, suffixes, entries):
+    for entry in entries:
         gathered = ""
-        for paragraph in regex.split(r"\n(?=[ \t]*\n)", text.replace("\r\n", "\n")):
+        for paragraph in regex.split(r"\n(?=[ \t]*\n)", entry["text"].replace("\r\n", "\n")):
             for piece in (paragraph[i:i + DOCUMENT] for i in range(0, len(paragraph), DOCUMENT)):
                 key = "".join(piece.split())
                 if key in seen:
@@ -578,7 +559,7 @@ def read_corpus(paths, suffixes=None, entries=None):
                 seen.add(key)
                 if not gathered or len(gathered) + len(piece) > DOCUMENT:
                     gathered = ""
-                    documents.append({"domain": domain})
+                    documents.append(Entry(domain=entry["domain"]))
                 gathered += piece + "\n"
                 documents[-1]["text"] = gathered.strip("\n") + "\n"
     return documents
@@ -604,7 +585,10 @@ def make_text(run, args):
     """The corpus and its tokenizer, written as target/tokenizer.json and heldout.jsonl.
     -> Tokenizer, training ids (N,), held-out ids"""
     paths, suffixes = (args.data, args.suffixes) if args.data else default_corpus(args.preset)
-    training, heldout = hold_out(read_corpus(paths, suffixes), args.seed)
+    entries = [*find_entries(paths, suffixes)]
+    for entry in entries:
+        check(entry.is_text(), entry.where, entry, "a chat or prompt, not text; --target learns from these")
+    training, heldout = hold_out(cut_texts(entries), args.seed)
     heldout, texts = without_known(heldout, training), [d["text"] for d in training]
     args.corpus = fingerprint(texts)
     is_done = run.is_done(args, "tokenizer")
@@ -675,14 +659,16 @@ def pretrained_target(run, args):
     cuda = run.device.type == "cuda"
     dtype = torch.bfloat16 if cuda and run.bfloat16 else torch.float32       # without autocast no mix will do
     target = Transformer.from_pretrained(args.target, device=run.device, dtype=dtype)
-    tokenizer, entries = Tokenizer.from_pretrained(args.target), []
+    tokenizer = Tokenizer.from_pretrained(args.target)
     tokenizer.chat_options = args.chat_options
-    entries[len(entries):] = read_corpus(args.data, args.suffixes, entries)
-    entries = {json.dumps(entry, sort_keys=True): entry for entry in entries}               # repetitions once
+    entries = [*find_entries(args.data, args.suffixes)]
+    chats = {json.dumps({**entry, "domain": None}, sort_keys=True): entry
+             for entry in entries if not entry.is_text()}                        # repetitions once
+    entries = [*chats.values(), *cut_texts(filter(Entry.is_text, entries))]
     room = args.sequence_length - args.response_tokens
     training, heldout = ([(entry, ids) for entry, ids in encode_entries(
         part, tokenizer, args.prompt_tokens, rendered=args.rendered, skip_bad=args.skip_bad)
-        if len(ids) <= room] for part in hold_out(entries.values(), args.seed))
+        if len(ids) <= room] for part in hold_out(entries, args.seed))
     if not training or not heldout:
         raise UserError(f"--data holds too few prompts of at most {room} tokens (--sequence-length less "
                         "--response-tokens): one to learn from and one to hold out, at least")
@@ -806,40 +792,55 @@ def learning_rate(text):
 
 ROWS, SOME, RATE = number(int, WORLD), number(float, 1e-9, 1e9), learning_rate
 PRESETS = ("cpu", "gpu", "target")
-FLAGS = (    # name, type, what the presets set, help
-    # cpu: 15 minutes on 2 cores. gpu: 100 M parameters on one 24 GB card. target: the paper's (section 5.1)
-    ("minutes", SOME, 15.0, 45.0, None, "of the whole run, benchmark included"),
-    ("vocab_size", COUNT, 448, 16384, None, "of the tokenizer"),
-    ("layers", COUNT, 8, 12, None, "of the target"),
-    ("hidden_size", COUNT, 256, 768, None, "of target and drafter"),
-    ("intermediate_size", COUNT, 768, 2304, None, "of their MLPs"),
-    ("heads", COUNT, 4, 12, None, "query heads"),
-    ("kv_heads", COUNT, 2, 3, None, "key-value heads"),
-    ("sequence_length", COUNT, 256, 1024, 3072, "tokens of a training sequence"),
-    ("batch", ROWS, 16, 16, None, "sequences a step, over all processes"),
-    ("target_steps", COUNT, None, None, None, "instead of --minutes"),
-    ("target_lr", RATE, [0.02, 0.012], [0.02, 3e-3], None, "Muon's, AdamW's; none: AdamW for all"),
-    ("responses", COUNT, 3072, 32768, None, "at most so many continuations by the target"),
-    ("response_batch", COUNT, 128, 256, 32, "rows decoded together"),
-    ("response_tokens", COUNT, 192, 447, 2048, "new tokens each"),
-    ("prompt_tokens", COUNT, 64, 64, 256, "tokens of each prefix"),
-    ("temperatures", number(float, 0, 1e9), [0.0, 0.7, 0.0, 1.0], [0.0, 0.7, 1.0], [0.0, 0.7, 1.0],
-     "of the responses, in turn"),
-    ("top_k", number(int, 0), None, None, None, "of the responses; 0: all (default: --target's advice)"),
-    ("top_p", number(float, 1e-9, 1), None, None, None, "of the responses; 1: all (default: as top-k)"),
-    ("draft_layers", COUNT, 3, 5, 5, "of the drafter"),
-    ("block_size", number(int, 2), 10, 16, 16, "tokens of a block, anchor included"),
-    ("anchors", COUNT, 16, 64, 512, "blocks a sequence"),
-    ("draft_batch", ROWS, 16, 16, 8, "sequences a step, over all processes"),
-    ("gamma", number(float, 1e-9), None, None, None, "decay over slots (default: the paper's); inf: none"),
-    ("reveal", number(float, 0, 1), 0.0, 0.0, 0.0, "share of blocks partly given, for --denoise-steps"),
-    ("drafter_steps", COUNT, None, None, None, "instead of --minutes"),
-    ("epochs", SOME, None, None, 6, "instead of --minutes"),
-    ("drafter_lr", RATE, [0.03, 4e-3], [0.02, 3e-3], [None, 6e-4], "as --target-lr"),
-    ("taps", COUNT, 5, 5, 5, "target layers that the drafter is fed with"),
-    ("prompts", COUNT, 8, 8, 8, "benchmark: at most so many a domain"),
-    ("seed", number(int, 0), 0, 0, 0, "of everything random"),
-    ("checkpoint_seconds", number(float, 0), 60, 60, 60, "between two checkpoints"))
+# By the stage whose result depends on them: name, type or choices, what each preset sets (or all), help.
+# cpu: 15 minutes on 2 cores. gpu: 100 M parameters on one 24 GB card. target: the paper's (section 5.1)
+FLAGS = {
+    "tokenizer": (
+        ("seed", number(int, 0), 0, "of everything random"),
+        ("vocab_size", COUNT, 448, 16384, None, "of the tokenizer")),
+    "target": (
+        ("minutes", SOME, 15.0, 45.0, None, "of the whole run, benchmark included"),
+        ("layers", COUNT, 8, 12, None, "of the target"),
+        ("hidden_size", COUNT, 256, 768, None, "of target and drafter"),
+        ("intermediate_size", COUNT, 768, 2304, None, "of their MLPs"),
+        ("heads", COUNT, 4, 12, None, "query heads"),
+        ("kv_heads", COUNT, 2, 3, None, "key-value heads"),
+        ("sequence_length", COUNT, 256, 1024, 3072, "tokens of a training sequence"),
+        ("batch", ROWS, 16, 16, None, "sequences a step, over all processes"),
+        ("target_steps", COUNT, None, "instead of --minutes"),
+        ("target_lr", RATE, [0.02, 0.012], [0.02, 3e-3], None, "Muon's, AdamW's; none: AdamW for all")),
+    "responses": (
+        ("responses_from", ("target", "corpus"), "target", "corpus: the text as it is"),
+        ("responses", COUNT, 3072, 32768, None, "at most so many continuations by the target"),
+        ("response_batch", COUNT, 128, 256, 32, "rows decoded together"),
+        ("response_tokens", COUNT, 192, 447, 2048, "new tokens each"),
+        ("prompt_tokens", COUNT, 64, 64, 256, "tokens of each prefix"),
+        ("temperatures", number(float, 0, 1e9), [0.0, 0.7, 0.0, 1.0], [0.0, 0.7, 1.0], [0.0, 0.7, 1.0],
+         "of the responses, in turn"),
+        ("top_k", number(int, 0), None, "of the responses; 0: all (default: --target's advice)"),
+        ("top_p", number(float, 1e-9, 1), None, "of the responses; 1: all (default: as top-k)")),
+    "drafter": (
+        ("draft_layers", COUNT, 3, 5, 5, "of the drafter"),
+        ("block_size", number(int, 2), 10, 16, 16, "tokens of a block, anchor included"),
+        ("taps", COUNT, 5, "target layers that the drafter is fed with"),
+        ("injection", ("kv", "input"), "kv", "their features enter all layers, or the first"),
+        ("labels", ("soft", "hard"), "soft", "soft", "hard", "the target's distributions, or its tokens"),
+        ("anchors", COUNT, 16, 64, 512, "blocks a sequence"),
+        ("anchor_choice", ("random", "fixed"), "random", "fixed: at block_size, ..."),
+        ("reveal", number(float, 0, 1), 0.0, "share of blocks partly given, for --denoise-steps"),
+        ("gamma", number(float, 1e-9), None, "decay over slots (default: the paper's); inf: none"),
+        ("draft_batch", ROWS, 16, 16, 8, "sequences a step, over all processes"),
+        ("drafter_steps", COUNT, None, "instead of --minutes"),
+        ("epochs", SOME, None, None, 6, "instead of --minutes"),
+        ("drafter_lr", RATE, [0.03, 4e-3], [0.02, 3e-3], [None, 6e-4], "as --target-lr")),
+    "benchmark": (
+        ("prompts", COUNT, 8, "at most so many a domain"),),
+    "": (
+        ("checkpoint_seconds", number(float, 0), 60, "between two checkpoints"),)}
+# What else a stage's result depends on, beside that of the stages before it.
+BESIDES = {"tokenizer": ["corpus"], "responses": ["target", "weights", "prompts_from", "cuts"],
+           "drafter": ["mask_token"]}
+STAGES = {stage: [*(name for name, *_ in flags), *BESIDES.get(stage, [])] for stage, flags in FLAGS.items()}
 
 
 def parser():
@@ -862,17 +863,15 @@ def parser():
     add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile the training steps (default: "
         "on CUDA; on the CPU it takes a minute a stage, and saves little)")
     add("--float32", action="store_true", help="train in float32 where bfloat16 would be faster")
-    add("--injection", choices=("kv", "input"), default="kv", help="features enter all layers, or the first")
-    add("--anchor-choice", choices=("random", "fixed"), default="random", help="fixed: at block_size, ...")
-    add("--responses-from", choices=("target", "corpus"), default="target", help="corpus: the text as it is")
-    add("--labels", choices=("soft", "hard"), help="the target's distributions, or as the paper its tokens")
     add("--claims", action="store_true", help="measure the paper's claims over OUT/target: train and "
         "benchmark each variant with 3 seeds, each for the drafter's part of --minutes (hours)")
-    for name, kind, *values, text in FLAGS:
+    for name, kind, *values, text in itertools.chain(*FLAGS.values()):
         known = [f"{preset} {value}" for preset, value in zip(PRESETS, values) if value is not None]
-        text += f" ({'; '.join(known)})" if known else ""
+        if known:
+            text += f" ({'; '.join(known) if len(values) > 1 else values[0]})"
         nargs = {"temperatures": "+", "target_lr": 2, "drafter_lr": 2}.get(name)
-        add(f"--{name.replace('_', '-')}", type=kind, nargs=nargs, metavar="N", help=text)
+        takes = {"choices": kind} if isinstance(kind, tuple) else {"type": kind, "metavar": "N"}
+        add(f"--{name.replace('_', '-')}", nargs=nargs, help=text, **takes)
     return p
 
 
@@ -884,11 +883,11 @@ def parse(argv=None):
     args.cuts = {"top_k": args.top_k or None, "top_p": args.top_p}
     args.preset = args.preset or ("gpu" if args.device.type == "cuda" else "cpu")
     args.target = args.target and str(Path(args.target).resolve())
-    args.labels = args.labels or ("hard" if args.target else "soft")
     counted = args.drafter_steps or args.minutes                                 # instead of --epochs
-    for name, _, *values, _ in FLAGS:
+    for name, _, *values, _ in itertools.chain(*FLAGS.values()):
         if getattr(args, name) is None and not (name == "epochs" and counted):
-            setattr(args, name, values[PRESETS.index("target" if args.target else args.preset)])
+            preset = PRESETS.index("target" if args.target else args.preset)
+            setattr(args, name, (values * 3)[preset] if len(values) == 1 else values[preset])
     if args.target:
         if args.responses_from == "corpus" or args.claims:
             raise UserError("--responses-from corpus and --claims need a target that train.py has trained on "
