@@ -165,9 +165,9 @@ class Decoder:
             return exponential_noise(self.noise_keys, index, self.target.config.vocab_size)
 
     def draw_drafts(self, logits, slot):
-        """The tokens (B, n) that logits (B, n, V) draft in the slots (counted from 0) from this one on, drawn
-        with the target's noise: for drafters whose next pass reads them (their argument `sample`)."""
-        return self.sampling.draw(logits, self.noise(slot + 1, logits.shape[1]))
+        """The tokens (B, n) that logits (B, n, V) draft in n slots from this one on, drawn with the target's
+        noise: for drafters whose next pass reads them (their argument `sample`)."""
+        return self.sampling.draw(logits, self.noise(slot, logits.shape[1]))
 
     def read(self):
         """The drafter reads its last block of context, where plain cycles follow each other: `draft` itself

@@ -116,7 +116,7 @@ class DFlashDrafter(Drafter):
         anchor_at: (B,) int64, the anchors' positions
         cache:    the drafter's KVCache. The block_size positions before the anchor are read here, which is
                   all that a cycle can have added; to read one again writes the same keys and values
-        sample:   (logits (B, n, V), slot) -> (B, n), the tokens drafted in these slots, counted from 0
+        sample:   (logits (B, n, V), slot) -> (B, n), the tokens drafted in n slots from this one on
         steps:    passes that denoise the block; the paper's drafter takes one
         """
         context_at = last_positions(anchor_at, block_size)
@@ -130,7 +130,7 @@ class DFlashDrafter(Drafter):
             drafted = target.logits(hidden[:, 1:])                     # (B, S, V), S = block_size - 1
             logits = drafted if logits is None else torch.where(filled[..., None], logits, drafted)
             if step < steps:                            # the surest slots stay, the rest is drafted again
-                tokens = sample(logits, 0)
+                tokens = sample(logits, 1)
                 sure = logits.float().softmax(-1).gather(2, tokens[..., None])[..., 0]
                 order = sure.masked_fill(filled, 2.0).argsort(1, descending=True)
                 filled = order.argsort(1) < step * (block_size - 1) // steps
@@ -240,9 +240,9 @@ def draft_tree(anchor, guesses, budget):
     # token in its slot.
     parents, ranks = [torch.zeros_like(anchor)], [torch.zeros_like(anchor)]
     scores = [log_p.new_zeros(len(anchor), 1)]
-    for slot in range(log_p.shape[1]):
+    for next_log_p in log_p.unbind(1):                                           # (B, K), slot after slot
         first_parent = sum(level.shape[1] for level in scores[:-1])
-        longer = (scores[-1][:, :, None] + log_p[:, slot, None]).flatten(1)      # (B, parents * K)
+        longer = (scores[-1][:, :, None] + next_log_p[:, None]).flatten(1)       # (B, parents * K)
         score, choice = longer.topk(min(budget - 1, longer.shape[1]))
         scores.append(score)
         parents.append(choice // K + first_parent)
@@ -355,13 +355,13 @@ class BaselineDrafter(Drafter):
         self.step(target, hidden, ids, positions, cache)
 
     def draft(self, target, text, features, anchor_at, block_size, cache, sample, steps=1):
-        """As DFlashDrafter.draft, in block_size - 1 passes. sample: (logits (B, 1, V), slot) -> (B, 1), the
-        token drafted in that slot (counted from 0), which the next pass reads."""
+        """As DFlashDrafter.draft, in block_size - 1 passes, of which each reads what the one before has
+        drafted."""
         # A pass that reads the token at its own position (ahead = 0) reads the anchor too.
         positions = last_positions(anchor_at + 1 - self.ahead, block_size + 1 - self.ahead)
         hidden, ids = self.fc(rows_at(features, positions)), text.gather(1, positions + self.ahead)
         logits = []
-        for slot in range(block_size - 1):
+        for slot in range(1, block_size):
             hidden = self.step(target, hidden, ids, positions, cache)[:, -1:]
             logits.append(self.logits(target, hidden))
             ids, positions = sample(logits[-1], slot), positions[:, -1:] + 1
@@ -508,8 +508,8 @@ class DrafterConfig:
         section, L, V = f"{kind.method}_config", target.num_hidden_layers, target.vocab_size
         own, layers, named = raw.get(section) or {}, ModelConfig.from_dict(raw), raw.get("architectures")
         check(isinstance(own, dict), section, own, "no object")
-        given = {name: value for name, value in (*raw.items(), *own.items()) if value is not None}
-        block_size, mask = raw.get("block_size", own.get("block_size")), given.get("mask_token_id")
+        given = {name: value for name, value in (*own.items(), *raw.items()) if value is not None}
+        block_size, mask = given.get("block_size"), given.get("mask_token_id")
         if named not in (None, [kind.architecture]) or not is_count(block_size):
             raise UserError(f"not {kind.title} (architectures {named}, block_size {block_size}); give the "
                             f"folder that train.py wrote as {kind.folder}/, or for DFlash a published one")
@@ -524,8 +524,8 @@ class DrafterConfig:
         check(inside, "target_layer_ids", taps, f"not all in the target's {L} layers (0 to {L - 1})")
         inside = kind.in_turn or mask in range(V)
         check(inside, "mask_token_id", mask, f"not inside the target's embedding of {V}")
-        injection, chat_options = own.get("injection") or "kv", own.get("chat_options") or {}
-        return cls(layers, block_size, mask, taps, L, injection, chat_options)
+        return cls(layers, block_size, mask, taps, L, given.get("injection", "kv"),
+                   given.get("chat_options", {}))
 
     def to_dict(self, kind):
         """For a config.json. Fields of ours that published code does not know stay out at their defaults."""
@@ -563,11 +563,9 @@ def pick_mask_token(tokenizer, vocab_size, given=None, prompts=()):
 
 def load_drafter(path, target):
     """Opens a drafter of any kind: config.json says which (where it doesn't, DFlash)."""
-    named = read_json(Path(path) / "config.json").get("architectures") or [DFlashDrafter.architecture]
-    kind = next((kind for kind in DRAFTERS.values() if named == [kind.architecture]), None)
-    check(kind, f"{path}: architectures", named, "not a drafter; give a folder that train.py wrote as "
-          "drafter/, eagle3/ or ar/, or a published DFlash drafter")
-    return kind.from_pretrained(path, target)
+    named = read_json(Path(path) / "config.json").get("architectures")
+    kinds = (kind for kind in DRAFTERS.values() if named == [kind.architecture])
+    return next(kinds, DFlashDrafter).from_pretrained(path, target)
 
 
 def drafter_folders(out):

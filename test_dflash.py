@@ -543,7 +543,7 @@ def test_training_and_decoding_draft_the_same(kind):
     for n in range(4):
         start = anchors[:, n:n + 1]
         known = features.masked_fill((torch.arange(40) >= start)[..., None], 9.0)  # what is not known yet
-        text = lambda logits, slot: ids.gather(1, start + 1 + slot)
+        text = lambda logits, slot: ids.gather(1, start + slot)
         logits = drafter.draft(target, ids, known, start[:, 0], 5, cache, text)
         assert_close(logits, target.logits(outputs[:, n]), atol=1e-5, rtol=1e-5)
 
@@ -1762,7 +1762,7 @@ def test_a_drafter_of_another_target(tmp_path):
             ("eagle3", {"hidden_size": 64}, "another target", "hidden_size", "64"),
             ("ar", {"vocab_size": 64}, "another target", "vocab_size"),
             ("dflash", {"vocab_size": 60}, "mask_token_id", "60"),
-            ("target", {}, "not a drafter", "Qwen3ForCausalLM"),
+            ("target", {}, "not a DFlash drafter", "Qwen3ForCausalLM"),
             *((name, {"num_hidden_layers": 8}, "num_target_layers", "8") for name in ("dflash", *BASELINES))):
         fails(lambda: load_drafter(tmp_path / name, changed(**fields)), *words)
     for name in ("target", *BASELINES):

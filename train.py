@@ -806,7 +806,7 @@ FLAGS = {
         ("heads", COUNT, 4, 12, None, "query heads"),
         ("kv_heads", COUNT, 2, 3, None, "key-value heads"),
         ("sequence_length", COUNT, 256, 1024, 3072, "tokens of a training sequence"),
-        ("batch", ROWS, 16, 16, None, "sequences a step, over all processes"),
+        ("batch", ROWS, 8, 16, None, "sequences a step, over all processes"),
         ("target_steps", COUNT, None, "instead of --minutes"),
         ("target_lr", RATE, [0.02, 0.012], [0.02, 3e-3], None, "Muon's, AdamW's; none: AdamW for all")),
     "responses": (
@@ -829,7 +829,7 @@ FLAGS = {
         ("anchor_choice", ("random", "fixed"), "random", "fixed: at block_size, ..."),
         ("reveal", number(float, 0, 1), 0.0, "share of blocks partly given, for --denoise-steps"),
         ("gamma", number(float, 1e-9), None, "decay over slots (default: the paper's); inf: none"),
-        ("draft_batch", ROWS, 16, 16, 8, "sequences a step, over all processes"),
+        ("draft_batch", ROWS, 8, 16, 8, "sequences a step, over all processes"),
         ("drafter_steps", COUNT, None, "instead of --minutes"),
         ("epochs", SOME, None, None, 6, "instead of --minutes"),
         ("drafter_lr", RATE, [0.03, 4e-3], [0.02, 3e-3], [None, 6e-4], "as --target-lr")),
