@@ -93,8 +93,8 @@ class Decoder:
         self.features = zeros(batch, capacity, len(self.taps) * target.config.hidden_size, dtype=target.dtype)
         self.nbytes = self.features.nbytes + sum(cache.data.nbytes for cache in self.caches)
         self.text = zeros(batch, capacity)
-        # A row has finished where anchor_at == last_at.
-        self.prompt_length, self.anchor_at, self.last_at = zeros(3, batch)
+        # A row has finished where anchor_at == last_at; the drafter has read all positions before read_to.
+        self.prompt_length, self.anchor_at, self.last_at, self.read_to = zeros(4, batch)
         self.noise_keys = zeros(batch, 2, dtype=torch.int32)
         self.stop_ids = torch.tensor(stop_ids, dtype=torch.int64, device=device)
         self.lengths = zeros(capacity + LOOK_EVERY, batch)           # acceptance lengths, a line a cycle
@@ -111,6 +111,7 @@ class Decoder:
         """The drafter's block behind each row's anchor, as a chain or a tree."""
         logits = self.drafter.draft(self.target, self.text, self.features, self.anchor_at, self.block_size,
                                     self.caches[1], self.draw_drafts, self.denoise_steps)
+        self.read_to.copy_(self.anchor_at)
         guesses = self.sampling.guess_probabilities(logits, self.noise(1, self.block_size - 1))    # (B, S, V)
         if self.tree_budget:
             return draft_tree(self.anchor(), guesses, self.tree_budget)
@@ -174,6 +175,7 @@ class Decoder:
         reads no more than that."""
         positions = last_positions(self.anchor_at, self.block_size)
         self.drafter.read(self.target, self.text, self.features, positions, self.caches[1])
+        self.read_to.copy_(self.anchor_at)
 
     # -- the host's part
 
@@ -186,6 +188,7 @@ class Decoder:
         self.text[:, :width] = padded
         self.prompt_length.copy_(torch.tensor([len(prompt) for prompt in prompts]))
         self.anchor_at.copy_(self.prompt_length - 1)
+        self.read_to.copy_(self.anchor_at)
         self.last_at.copy_(self.anchor_at + max_new_tokens)
         self.noise_keys.copy_(keys)
         for begin in range(0, width - 1, PREFILL):
@@ -201,9 +204,9 @@ class Decoder:
         self.num_cycles.zero_()                                         # the first token belongs to no cycle
         # Of each cycle: times, tokens read, acceptance lengths; and which cycles compiled or captured a step.
         self.watch, self.sizes, self.history, self.untimed = Stopwatch(self.device), [], [], set()
-        # Upper bounds, of anchor_at and of how many positions before it the drafter has not read; and the row
-        # that `auto` looks at.
-        self.longest, self.unread, self.slowest = width, 1, 0
+        self.slowest = 0                                                # the row that `auto` looks at
+        if self.auto:
+            self.auto.before = None                                     # another call's cycle is no neighbour
 
     def cycle(self, looking):
         """Draft, then verify, which accepts and commits. looking: may the host wait for the drafts, to choose
@@ -255,11 +258,10 @@ class Decoder:
             if self.auto and any(lengths):                                    # not behind the end of all rows
                 ms = None if i in self.untimed else sum(self.watch.cycle(i))
                 self.auto.update(self.sizes[i], ms, lengths[self.slowest] or max(lengths))
-        if new:                       # what the last cycle kept, not what it could; a draft has read the rest
-            self.unread += max(1, *new[-1]) - min(self.sizes[-1], self.block_size)
-            if self.auto and self.sizes[-1] > 1:
-                self.auto.decide()
-        self.longest = int(self.anchor_at.max())
+        if self.auto and new and self.sizes[-1] > 1:
+            self.auto.decide()
+        # Until the next look these grow by what a cycle can keep.
+        self.longest, self.unread = int(self.anchor_at.max()), int((self.anchor_at - self.read_to).max())
         return bool((self.anchor_at == self.last_at).all())
 
 
