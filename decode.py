@@ -30,7 +30,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from drafter import (Drafts, draft_chain, draft_tree, drafter_folders, last_positions, load_drafters,
+from drafter import (draft_chain, draft_tree, drafter_folders, last_positions, load_drafters,
                      remembered_options, rows_at)
 from kernels import Stopwatch, as_one, has_compiler
 from model import (COUNT, DTYPES, KVCache, Parser, Sampling, Tokenizer, Transformer, UserError, bars,
@@ -48,19 +48,13 @@ KEPT_BYTES = 2**31    # of the caches of idle Decoders, which later calls of the
 
 # ---- the rule of acceptance, at every temperature ----------------------------------------------------------
 
-def accept_chain(drafts, draws):
-    """A draft is kept if it equals the token that the target itself draws at its place, and all drafts before
-    it were kept.
+def accept(drafts, draws):
+    """A draft is kept if it equals the token that the target itself draws behind its parent, and all its
+    ancestors are kept. draws: (B, N), the target's token behind each of drafts.tokens.
 
-    draws: (B, N), the target's token behind each of drafts.tokens. Returns the acceptance length (B,): the
-    drafts kept, and one for the bonus token, which is the draw behind the last of them.
+    Returns the acceptance length (B,): the drafts kept, and one for the bonus token, which is the draw behind
+    the last of them; path (B, N): the anchor and the drafts kept, in order, then the other nodes.
     """
-    return 1 + (drafts.tokens[:, 1:] == draws[:, :-1]).cumprod(1).sum(1)
-
-
-def accept_tree(drafts, draws):
-    """The same in a tree, where "before" is "ancestor". -> acceptance length (B,); path (B, N): the anchor
-    and the drafts kept, in order, then the other nodes."""
     right = (drafts.tokens == draws.gather(1, drafts.parent)) | (drafts.depth == 0)
     # (B, N); siblings differ, so they are one path, in order, since parents come before children
     kept = (right[:, None] | ~drafts.ancestors).all(-1)
@@ -96,6 +90,7 @@ class Decoder:
         # A row has finished where anchor_at == last_at; the drafter has read all positions before read_to.
         self.prompt_length, self.anchor_at, self.last_at, self.read_to = zeros(4, batch)
         self.noise_keys = zeros(batch, 2, dtype=torch.int32)
+        self.no_guesses = zeros(batch, 0, 1, dtype=torch.float32)                    # plain decoding's
         self.stop_ids = torch.tensor(stop_ids, dtype=torch.int64, device=device)
         self.lengths = zeros(capacity + LOOK_EVERY, batch)           # acceptance lengths, a line a cycle
         self.num_cycles = zeros(1)
@@ -120,23 +115,18 @@ class Decoder:
     def verify(self, n):
         """The target reads the anchor and the first n - 1 drafts in one pass, draws its own token behind
         each, and keeps what agrees."""
-        drafts = self.drafts.first(n) if n > 1 else Drafts(self.anchor())
-        order, is_tree = torch.arange(n, device=self.device), drafts.parent is not None
-        depth = drafts.depth if is_tree else order.expand_as(drafts.tokens)      # (B, n)
-        tree = (self.anchor_at, drafts.ancestors) if is_tree else None
+        anchor_at, order = self.anchor_at[:, None], torch.arange(n, device=self.device)
+        drafts = self.drafts.first(n) if n > 1 else draft_chain(self.anchor(), self.no_guesses)
+        tree = self.anchor_at, drafts.ancestors
         hidden, features = self.target(
-            drafts.tokens, self.anchor_at[:, None] + depth, self.caches[0], self.taps, tree)
+            drafts.tokens, anchor_at + drafts.depth, self.caches[0], self.taps, tree)
         noise = self.noise(1, min(n, self.block_size))
-        if is_tree and noise is not None:
-            noise = rows_at(noise, depth)             # a node draws with the noise of the token behind it
+        if noise is not None:
+            noise = rows_at(noise, drafts.depth)      # a node draws with the noise of the token behind it
         draws = self.sampling.draw(self.target.logits(hidden), noise)            # (B, n)
-        if is_tree:
-            length, path = accept_tree(drafts, draws)
-            self.caches[0].move(self.anchor_at[:, None] + path, self.anchor_at[:, None] + order)
-            draws, features = draws.gather(1, path), rows_at(features, path)
-        else:
-            length = accept_chain(drafts, draws)
-        self.commit(draws, length, features)
+        length, path = accept(drafts, draws)
+        self.caches[0].move(anchor_at + path, anchor_at + order)
+        self.commit(draws.gather(1, path), length, rows_at(features, path))
 
     def commit(self, tokens, length, features):
         """Appends each row's first length (B,) of tokens (B, n): the drafts kept, and behind them the bonus
@@ -553,7 +543,7 @@ def stream(steps, tokenizer, text, stop_ids, show):
         new = decoder.text[0, decoder.prompt_length + printed:decoder.anchor_at + 1].tolist()
         accepted = decoder.history[-1][0] - 1 if decoder.history else 0
         parts = [(GREEN, new[:accepted]), (BLUE, new[accepted:])]
-        if show and decoder.history and decoder.sizes[-1] > 1 and decoder.drafts.parent is None:
+        if show and decoder.history and decoder.sizes[-1] > 1 and not decoder.tree_budget:
             parts.append((GREY, decoder.drafts.tokens[0, accepted + 1:decoder.sizes[-1]].tolist()))
         print("" if printed else text, end="")
         for colour, tokens in parts:

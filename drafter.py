@@ -203,26 +203,28 @@ def rows_at(x, positions):
 # ---- what the target gets to read: a chain of drafts, or a tree --------------------------------------------
 
 class Drafts(NamedTuple):
-    """The anchor and the drafts behind it: a chain, in which each has the one before it as parent, or a tree,
-    parents before children."""
-    tokens: torch.Tensor                     # (B, N) int64, the anchor first
-    # (B, N) float32, the drafter's, of all drafts from the anchor to this one
-    probability: torch.Tensor | None = None
-    parent: torch.Tensor | None = None       # trees: (B, N) int64, the node before; the anchor's is itself
-    depth: torch.Tensor | None = None        # trees: (B, N) int64, how far behind the anchor
-    # Trees: (B, N, N) bool, [b, i, j]: is node j an ancestor of node i, or i itself?
-    ancestors: torch.Tensor | None = None
+    """The anchor and the drafts behind it, a tree: parents before children. In a chain each has one child; of
+    the anchor alone it is plain decoding."""
+    tokens: torch.Tensor           # (B, N) int64, the anchor first
+    probability: torch.Tensor      # (B, N) float32, the drafter's, of all drafts from the anchor to this one
+    parent: torch.Tensor           # (B, N) int64, the node before; the anchor's is itself
+    depth: torch.Tensor            # (B, N) int64, how far behind the anchor
+    ancestors: torch.Tensor        # (B, N, N) bool, [b, i, j]: is node j an ancestor of node i, or i itself?
 
     def first(self, n):
         """The anchor and the first n - 1 drafts, of a tree the best."""
-        return Drafts(*(x if x is None else x[:, :n, :n] if x.dim() == 3 else x[:, :n] for x in self))
+        return Drafts(*(x[:, :n, :n] if x.dim() == 3 else x[:, :n] for x in self))
 
 
 def draft_chain(anchor, guesses):
     """anchor (B, 1); guesses (B, S, V), `Sampling.guess_probabilities` of the drafter's slots -> the
     likeliest token of each slot. N = S + 1."""
     probability, tokens = guesses.max(-1)                                        # (B, S)
-    return Drafts(torch.cat((anchor, tokens), 1), F.pad(probability.cumprod(1), (1, 0), value=1.0))
+    tokens = torch.cat((anchor, tokens), 1)                                      # (B, N)
+    order = torch.arange(tokens.shape[1], device=tokens.device)
+    return Drafts(tokens, F.pad(probability.cumprod(1), (1, 0), value=1.0),
+                  (order - 1).clamp(min=0).expand_as(tokens), order.expand_as(tokens),
+                  (order <= order[:, None]).expand(len(tokens), -1, -1))
 
 
 def draft_tree(anchor, guesses, budget):

@@ -922,14 +922,12 @@ def test_acceptance_equals_plain_python():
         drafts = (drafter_module.draft_tree(anchor, guesses, budget) if budget else
                   drafter_module.draft_chain(anchor, guesses))
         N = drafts.tokens.shape[1]
-        parents = drafts.parent.tolist() if budget else [[max(i - 1, 0) for i in range(N)]] * 3
+        parents = drafts.parent.tolist()
         draws = torch.randint(5, (3, N), generator=g)
         for b, i in product(range(2 if case % 2 else 0), range(1, N)):  # often right, for long paths
             draws[b, parents[b][i]] = drafts.tokens[b, i]
-        if budget:
-            kept, path = decode.accept_tree(drafts, draws)
-        else:
-            kept, path = decode.accept_chain(drafts, draws), torch.arange(N).expand(3, N)
+        kept, path = decode.accept(drafts, draws)
+        assert budget or parents == [[0, *range(N - 1)]] * 3
         for b in range(3):
             at = [0]
             while right := [i for i in range(1, N)
@@ -1063,14 +1061,14 @@ def noise_shared_by_all_rows(patch, original=decode.exponential_noise):
 def likely_drafts_are_kept_too(patch, original=decode.Decoder.commit):
     def accept(drafts, draws):
         tokens = drafts.tokens[:, 1:]
-        return 1 + ((tokens == draws[:, :-1]) | (tokens == 2)).cumprod(1).sum(1)
+        return 1 + ((tokens == draws[:, :-1]) | (tokens == 2)).cumprod(1).sum(1), drafts.depth
 
     def commit(self, tokens, length, features):
         if tokens.shape[1] > 1:
             accepted = torch.arange(tokens.shape[1]) < length[:, None] - 1
             tokens = torch.where(accepted, F.pad(self.drafts.tokens[:, 1:], (0, 1)), tokens)
         original(self, tokens, length, features)
-    patch.setattr(decode, "accept_chain", accept)
+    patch.setattr(decode, "accept", accept)
     patch.setattr(decode.Decoder, "commit", commit)
 
 
