@@ -29,7 +29,7 @@ import regex
 import tiktoken
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
@@ -478,8 +478,6 @@ def rope_frequencies(config):
 # ---- files: whole or not at all, never a pickle ------------------------------------------------------------
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-BROKEN = (SafetensorError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, ArithmeticError,
-          regex.error, jinja2.TemplateError)
 
 
 @contextmanager
@@ -491,7 +489,7 @@ def reading(file, problem="broken or truncated"):
         raise UserError(f"{file}: {error}") from None
     except OSError as error:
         raise UserError(f"{file}: cannot be read ({error.strerror or error})") from None
-    except BROKEN as error:
+    except Exception as error:       # of JSON, safetensors, regex, jinja2, or a value of the wrong kind
         text = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(f"{file}: {problem} ({text})") from None
 
@@ -593,10 +591,9 @@ TOKENIZER_FIELDS = {
 
 def parts(section):
     """A section of tokenizer.json as a list: that of a Sequence, of one part, or of none."""
-    if not isinstance(section, dict):
-        return section or []
-    lists = ("normalizers", "pretokenizers", "decoders", "processors")
-    return next((section[name] for name in lists if name in section), [section])
+    if isinstance(section, dict) and section.get("type") == "Sequence":      # its list is named as its kind
+        return next(value for value in section.values() if isinstance(value, list))
+    return [section] if isinstance(section, dict) else section or []
 
 
 def split_patterns(pre):
@@ -701,7 +698,7 @@ class Tokenizer:
         return self
 
     @classmethod
-    def from_merges(cls, merges, specials=("<|endoftext|>", "<|mask|>"), pattern=CODE_PATTERN):
+    def from_merges(cls, merges, specials=("<|endoftext|>", "<|mask|>")):
         """A new tokenizer: ids 0..255 are the bytes, then the merges in order, then the specials.
 
         merges: [(left bytes, right bytes), ...] as train_bpe gives; the first special is the eos.
@@ -709,22 +706,21 @@ class Tokenizer:
         pairs = [["".join(BYTE_CHAR[b] for b in part) for part in pair] for pair in merges]
         tokens = [BYTE_CHAR[b] for b in range(256)] + ["".join(pair) for pair in pairs]
         byte_level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=False, use_regex=False)
-        split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        split = {"type": "Split", "pattern": {"Regex": CODE_PATTERN}, "behavior": "Isolated", "invert": False}
         flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
         vocab = {token: i for i, token in enumerate(tokens)}
         added = [{"id": len(vocab) + i, "content": token, **flags} for i, token in enumerate(specials)]
         data = {"version": "1.0", "added_tokens": added, "normalizer": None, "decoder": byte_level,
                 "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
                 "model": {"type": "BPE", "vocab": vocab, "merges": pairs}}
-        return cls(data, {"eos_token": specials[0]} if specials else {})
+        return cls(data, {"eos_token": specials[0]})
 
     def save_pretrained(self, path):
         """Writes tokenizer.json and tokenizer_config.json; transformers.AutoTokenizer opens them."""
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-        config |= self.config
-        config["eos_token"] = config.get("eos_token") or self.decode([self.eos_id]) or None
         write_json(Path(path) / "tokenizer.json", self.data)
-        write_json(Path(path) / "tokenizer_config.json", config)
+        write_json(Path(path) / "tokenizer_config.json", {
+            "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
+            **self.config, "eos_token": self.decode([self.eos_id]) or None})
 
     def encode(self, text, special=False):
         """str -> list of ids. Special tokens written in the text count as such only if special=True."""
@@ -800,7 +796,7 @@ def merge_order(model, added):
         check(known, "model.merges", merge, "not two tokens of model.vocab that make a third")
         made[left + right] = None
     # With ignore_merges a word that is a token counts, made or not.
-    rest = vocab.keys() - made.keys() - {*single} - added if model.get("ignore_merges") else ()
+    rest = vocab.keys() - {*single, *made} - added if model.get("ignore_merges") else ()
     whole = [token for token in rest if CHAR_BYTE.keys() >= {*token}]
     for token in whole:
         merges = any(token[:i] in vocab and token[i:] in vocab for i in range(1, len(token)))
@@ -891,14 +887,14 @@ def encode_entries(entries, tokenizer, prompt_tokens, *, rendered=False, skip_ba
     return rows
 
 
-def read_prompts(file, tokenizer, prompt_tokens, per_domain, *, rendered=False, skip_bad=False):
-    """{domain: rows of ids}: from a .jsonl or .json file, or from a text, cut into prompts."""
+def read_prompts(file, tokenizer, prompt_tokens, per_domain, **how):
+    """{domain: rows of ids}: from a .jsonl or .json file, or from a text, cut into prompts. how: as
+    `encode_entries` takes it."""
     prompts, domain = {}, Path(file).stem
     if str(file).endswith((".jsonl", ".json")):
         entries = [entry for entry in read_entries(file) if not entry.is_text()
                    or len(tokenizer.encode(entry["text"])) >= prompt_tokens]
-        rows = encode_entries(entries, tokenizer, prompt_tokens, rendered=rendered, skip_bad=skip_bad)
-        for entry, ids in rows:
+        for entry, ids in encode_entries(entries, tokenizer, prompt_tokens, **how):
             prompts.setdefault(entry.get("domain", domain), []).append(ids)
     else:
         ids = tokenizer.encode(read_text(file))
@@ -959,23 +955,19 @@ def parse_options(pairs):
     return options
 
 
-def recommended_sampling(path):
-    """{"top_k", "top_p"}, those that cut something, as a checkpoint's generation_config.json has them."""
-    raw = read_optional(file := Path(path) / "generation_config.json")
-    with reading(file):
-        cuts = {"top_k": (raw.get("top_k") or 0) > 0, "top_p": (raw.get("top_p") or 1) < 1}
-    return {name: raw[name] for name, cut in cuts.items() if cut and raw.get("do_sample") is not False}
-
-
 def choose_sampling(path, temperatures, top_k=None, top_p=None):
     """{"top_k", "top_p"} for `Sampling`: the flags, None where not given (0 and 1: no cut), then what the
-    target recommends, of which one line is printed."""
-    flags = {"top_k": top_k, "top_p": top_p}
-    found = recommended_sampling(path) if max(temperatures) > 0 else {}
-    taken = {name: value for name, value in found.items() if flags[name] is None}
+    target recommends in its generation_config.json where that cuts something, of which one line is printed.
+    """
+    flags, file = {"top_k": top_k, "top_p": top_p}, Path(path) / "generation_config.json"
+    raw = read_optional(file) if max(temperatures) > 0 else {}
+    with reading(file):
+        cuts = {"top_k": (raw.get("top_k") or 0) > 0, "top_p": (raw.get("top_p") or 1) < 1}
+    wanted = [name for name in flags if flags[name] is None and raw.get("do_sample") is not False]
+    taken = {name: raw[name] for name in wanted if cuts[name]}
     if taken:
         say_once(f"sampling as generation_config.json recommends: {taken}")
-    return {**flags, "top_k": flags["top_k"] or None, **taken}
+    return {**flags, "top_k": top_k or None, **taken}
 
 
 @functools.cache
