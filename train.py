@@ -376,11 +376,9 @@ class Run:
         self.minutes, self.feature_cache = args.minutes or 0, {}
         self.rank, self.world = int(os.environ.get("RANK", 0)), WORLD
         self.main, self.device, cuda = self.rank == 0, args.device, args.device.type == "cuda"
-        if cuda and self.world > 1:
-            local, most = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
-            check(local < most, "LOCAL_RANK", local, f"no GPU is left for it; torchrun can have {most}")
-            self.device = torch.device("cuda", local)
-        if cuda:
+        if cuda and self.world > 1:                                              # a GPU for each process
+            self.device = find_device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}")
+        if self.device.index is not None:
             torch.cuda.set_device(self.device)
         if self.world > 1:                                                # one may work for long, others wait
             dist.init_process_group("nccl" if cuda else "gloo", timeout=datetime.timedelta(days=1))
