@@ -49,7 +49,7 @@ FEATURE_CACHE = 2**32    # bytes of what the target makes of the responses; more
 def train_target(run, args, tokenizer, ids, heldout):
     """ids, heldout: (N,) token ids of the training and of the held-out text -> the trained Transformer."""
     if not run.is_done(args, "target"):
-        run.begin("target")
+        run.begin()
         config = ModelConfig(
             vocab_size=tokenizer.vocab_size, hidden_size=args.hidden_size, num_hidden_layers=args.layers,
             intermediate_size=args.intermediate_size, num_attention_heads=args.heads,
@@ -59,12 +59,13 @@ def train_target(run, args, tokenizer, ids, heldout):
         target.init_weights(generator(args.seed, 0))
         target.to(run.device)
         S = args.sequence_length
-        trainer = Trainer(run, "target", target, args.target_lr, args.target_steps, args.batch * S)
-        for step in trainer:
+
+        def loss_of(step):
             rows = random_rows(ids, S + 1, args.batch, generator(args.seed, 1, step))    # (batch, S + 1)
-            trainer.update(*next_token_loss(run, target, run.share(rows)))
-        run.finish("target", target)
-        run.log(stage="heldout", step=trainer.steps, loss=heldout_loss(run, target, heldout, S, args.batch))
+            return next_token_loss(run, target, run.share(rows))
+        steps = fit(run, target, args.target_lr, args.target_steps, args.batch * S, loss_of)
+        run.finish(target)
+        run.log(stage="heldout", step=steps, loss=heldout_loss(run, target, heldout, S, args.batch))
     return Transformer.from_pretrained(run.out / "target", device=run.device)
 
 
@@ -105,7 +106,7 @@ def make_responses(run, args, target, tokenizer, prompts):
     Decoded a batch at a time, at one temperature each, into files that a killed run need not make again."""
     folder, B = run.out / "responses", args.response_batch
     if not run.is_done(args, "responses"):
-        run.begin("responses")
+        run.begin()
         stop_ids = stop_tokens(target, tokenizer)
         if run.bfloat16 and target.dtype != torch.bfloat16:
             target = copy.deepcopy(target).to(torch.bfloat16)                    # half the bytes to stream
@@ -115,7 +116,7 @@ def make_responses(run, args, target, tokenizer, prompts):
             autoregressive(target, parts[0], 4)                                  # warm-up
             tokens = math.ceil(args.response_tokens / 8)
             seconds = autoregressive(target, parts[0], tokens).seconds * args.response_tokens / tokens
-            run.decide("responses", max(1, run.world * run.seconds_for("responses") / seconds))
+            run.decide(max(1, run.world * run.seconds_left() / seconds))
         parts = parts[:run.record["number"]]
         with run.bar(len(parts) * B * args.response_tokens, "responses", "token") as bar:
             for n, part in enumerate(parts):
@@ -123,7 +124,7 @@ def make_responses(run, args, target, tokenizer, prompts):
                     decode_part(args, target, part, n, folder, stop_ids)
                 bar.update(B * args.response_tokens)
         idle.clear()                                                             # caches for many rows
-        run.finish("responses")
+        run.finish()
     return read_responses(folder)
 
 
@@ -168,7 +169,7 @@ def train_drafter(run, args, target, tokenizer, ids, trainable):
     names."""
     kind, (R, S) = DRAFTERS[args.drafter], ids.shape
     if not run.is_done(args, "drafter", kind.folder):
-        run.begin(kind.folder)
+        run.begin()
         L, target = target.config.num_hidden_layers, target.requires_grad_(False)
         if L < args.taps and args.drafter == "dflash" and run.main:         # baselines have taps of their own
             print(f"drafter: the target has {L} layers, so there are {L} taps, not {args.taps}")
@@ -182,21 +183,20 @@ def train_drafter(run, args, target, tokenizer, ids, trainable):
         taps = drafter.config.target_layer_ids
         cached = target_outputs_of_all(run, args, target, taps, ids)
         steps = args.drafter_steps or args.epochs and math.ceil(args.epochs * R / args.draft_batch)
-        trainer = Trainer(run, kind.folder, drafter, args.drafter_lr, steps, args.draft_batch * S)
-        for step in trainer:
+
+        def loss_of(step):
             g = generator(args.seed, 4, step)
             rows = torch.randint(R, (args.draft_batch,), generator=g)
-            anchors, valid, revealed = sample_anchors(
+            blocks = sample_anchors(
                 trainable[rows], args.anchors, args.block_size, g, args.anchor_choice, args.reveal)
+            mine, labelled, *blocks = map(run.share, (ids[rows], trainable[rows], *blocks))
             hidden, features = ([run.share(x[rows]) for x in cached] if cached else
-                                target_outputs(run, target, taps, run.share(ids[rows])))
-            batch = TrainingBatch(
-                run.share(ids[rows]), run.share(trainable[rows]), features, hidden,
-                run.share(anchors), run.share(valid), run.share(revealed), soft=args.labels == "soft")
+                                target_outputs(run, target, taps, mine))
+            batch = TrainingBatch(mine, labelled, features, hidden, *blocks, soft=args.labels == "soft")
             with run.autocast():
-                loss, weight = drafter.loss(target, batch, args.gamma)
-            trainer.update(loss, weight)
-        run.finish(kind.folder, drafter.to(target.dtype))
+                return drafter.loss(target, batch, args.gamma)
+        fit(run, drafter, args.drafter_lr, steps, args.draft_batch * S, loss_of)
+        run.finish(drafter.to(target.dtype))
     return kind.from_pretrained(run.out / kind.folder, target)
 
 
@@ -222,89 +222,79 @@ def target_outputs_of_all(run, args, target, taps, ids):
 
 # ---- one training loop for both ----------------------------------------------------------------------------
 
-class Trainer:
-    """`for step in trainer`: the loop's body computes a loss and calls `update` with it. Learning rates,
-    checkpoints and the log are kept here. The loop starts from the checkpoint that is there.
+def fit(run, module, lr, steps, tokens_a_step, loss_of):
+    """Trains the module of the stage under way, from the checkpoint that is there, and logs. Returns the
+    number of steps.
 
-    lr: (Muon's, AdamW's). steps: None: as many as fit into the stage's part of --minutes, which a few real
-    steps at learning rate zero measure first. tokens_a_step: for the log."""
+    lr: (Muon's, AdamW's). steps: None: as many as fit into the stage's part of --minutes. tokens_a_step: for
+    the log. loss_of: step -> this process's sum of weighted losses, and that of the weights."""
+    optimizers, losses = build_optimizers(module, lr), []
+    if run.compile:
+        allow_recompiling()
+        for part in module.modules():          # a function for all layers; EAGLE-3 calls its layer's parts
+            if isinstance(part, (DecoderLayer, MLP, RMSNorm)):
+                part.compile()
+    steps = steps or run.record["number"] or steps_that_fit(run, module, optimizers, loss_of)
+    done = load_checkpoint(run.checkpoint, module, optimizers)
+    run.forget(done)
+    saved = began = time.monotonic()
+    with run.bar(steps, run.name, initial=done) as bar:
+        for step in range(done, steps):
+            factor = learning_rate_factor(step, steps, muon=len(optimizers) > 1)
+            losses.append(update(run, module, optimizers, factor, *loss_of(step)))
+            bar.update()
+            taken = step + 1
+            if taken % 10 and taken < steps:
+                continue
+            # Looked at before a checkpoint is written: none holds a NaN.
+            loss = torch.stack(losses).mean().item()
+            losses.clear()
+            if not math.isfinite(loss):
+                raise UserError(f"the {run.name}'s loss is {loss} at step {taken}; no checkpoint holds it: "
+                                f"lower --{run.stage}-lr and use another --out")
+            rate = (taken - done) * tokens_a_step / (time.monotonic() - began)
+            bar.set_postfix_str(f"loss {loss:.3f}, {rate:,.0f} tokens/s")
+            run.log(stage=run.name, step=taken, loss=loss, tokens_per_second=rate)
+            if run.main and taken < steps and time.monotonic() - saved >= run.checkpoint_seconds:
+                save_checkpoint(run.checkpoint, module, optimizers, taken)
+                saved = time.monotonic()
+    return steps
 
-    def __init__(self, run, stage, module, lr, steps, tokens_a_step):
-        self.run, self.stage, self.module, self.steps = run, stage, module.train(), steps
-        self.kind = stage if stage == "target" else "drafter"                    # a drafter of any sort
-        self.tokens_a_step, self.losses = tokens_a_step, []
-        self.optimizers = build_optimizers(module, lr)
-        self.checkpoint = run.out / f"{stage}.checkpoint.safetensors"
-        if run.compile:
-            allow_recompiling()
-            for part in module.modules():      # a function for all layers; EAGLE-3 calls its layer's parts
-                if isinstance(part, (DecoderLayer, MLP, RMSNorm)):
-                    part.compile()
 
-    def __iter__(self):
-        if not (self.steps or self.run.record["number"]):
-            yield from self.timing()
-        self.steps = self.steps or self.run.record["number"]
-        done = load_checkpoint(self.checkpoint, self.module, self.optimizers)
-        self.run.forget(self.stage, done)
-        self.saved = self.began = time.monotonic()
-        with self.run.bar(self.steps, self.stage, initial=done) as self.bar:
-            for step in range(done, self.steps):
-                self.factor = learning_rate_factor(step, self.steps, muon=len(self.optimizers) > 1)
-                yield step
-                self.bar.update()
-                if (step + 1) % 10 == 0 or step + 1 == self.steps:
-                    self.report(step + 1, step + 1 - done)
+def steps_that_fit(run, module, optimizers, loss_of):
+    """Times eight steps that change no weight; what they leave in the optimizers is dropped."""
+    if run.main:
+        print(f"{run.name}: timing a step ...", flush=True)
+    marks = []
+    for step in range(8):
+        update(run, module, optimizers, 0.0, *loss_of(step)).item()              # waits for the device
+        marks.append(time.monotonic())
+    for optimizer in optimizers:
+        optimizer.state.clear()
+    seconds = statistics.median(b - a for a, b in zip(marks[1:], marks[2:]))
+    return run.decide(max(20, run.seconds_left() / seconds))
 
-    def timing(self):
-        """Eight steps that change no weight; what they leave in the optimizers is dropped."""
-        if self.run.main:
-            print(f"{self.stage}: timing a step ...", flush=True)
-        self.factor, marks = 0.0, []
-        for step in range(8):
-            yield step
-            self.losses.pop().item()                                             # waits for the device
-            marks.append(time.monotonic())
-        for optimizer, _ in self.optimizers:
-            optimizer.state.clear()
-        seconds = statistics.median(b - a for a, b in zip(marks[1:], marks[2:]))
-        self.run.decide(self.stage, max(20, self.run.seconds_for(self.kind) / seconds))
 
-    def update(self, loss, weight):
-        """One step of the optimizers along the gradient of sum(loss) / sum(weight) over all processes."""
-        total = self.run.sum(weight.detach().float().clone()).clamp(min=1e-6)
-        (loss / total).backward()
-        parameters = [p for p in self.module.parameters() if p.grad is not None]
-        for p in parameters:
-            self.run.sum(p.grad)
-        norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        for optimizer, lr in self.optimizers:
-            optimizer.param_groups[0]["lr"] = lr * self.factor
-            optimizer.step()
-            optimizer.zero_grad()
-        loss = self.run.sum(loss.detach().clone()) / total
-        self.losses.append(torch.where(norm.isfinite(), loss, math.nan))    # such gradients spoil the weights
-
-    def report(self, step, steps):
-        """Log and bar; then a checkpoint, where it is time for one. The loss is looked at first: no
-        checkpoint holds a NaN. step: done in all; steps: done by this process."""
-        loss = torch.stack(self.losses).mean().item()
-        self.losses.clear()
-        rate = steps * self.tokens_a_step / (time.monotonic() - self.began)
-        if not math.isfinite(loss):
-            raise UserError(f"the {self.stage}'s loss is {loss} at step {step}; no checkpoint holds it: "
-                            f"lower --{self.kind}-lr and use another --out")
-        self.bar.set_postfix_str(f"loss {loss:.3f}, {rate:,.0f} tokens/s")
-        self.run.log(stage=self.stage, step=step, loss=loss, tokens_per_second=rate)
-        due = time.monotonic() - self.saved >= self.run.checkpoint_seconds and step < self.steps
-        if self.run.main and due:
-            save_checkpoint(self.checkpoint, self.module, self.optimizers, step)
-            self.saved = time.monotonic()
+def update(run, module, optimizers, factor, loss, weight):
+    """One step along the gradient of sum(loss) / sum(weight) over all processes. factor: on the learning
+    rates. Returns that loss."""
+    total = run.sum(weight.detach().float().clone()).clamp(min=1e-6)
+    (loss / total).backward()
+    parameters = [p for p in module.parameters() if p.grad is not None]
+    for p in parameters:
+        run.sum(p.grad)
+    norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+    for optimizer in optimizers:
+        optimizer.param_groups[0]["lr"] = optimizer.defaults["lr"] * factor
+        optimizer.step()
+        optimizer.zero_grad()
+    loss = run.sum(loss.detach().clone()) / total
+    return torch.where(norm.isfinite(), loss, math.nan)                 # such gradients spoil the weights
 
 
 def build_optimizers(module, lr):
-    """[(optimizer, its learning rate)]: Muon (orthogonalized momentum, Jordan 2024) for the layers' matrices,
-    AdamW for embeddings, head, norms and biases; AdamW for all where Muon's rate is None."""
+    """Muon (orthogonalized momentum, Jordan 2024) for the layers' matrices, AdamW for embeddings, head, norms
+    and biases; AdamW for all where Muon's rate is None."""
     muon_lr, adamw_lr = lr
     matrices, others = [], []
     for name, p in module.named_parameters():
@@ -312,9 +302,8 @@ def build_optimizers(module, lr):
         (matrices if is_matrix and muon_lr is not None else others).append(p)
     adamw = torch.optim.AdamW(others, lr=adamw_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     if not matrices:
-        return [(adamw, adamw_lr)]
-    muon = torch.optim.Muon(matrices, lr=muon_lr, weight_decay=0.0, adjust_lr_fn="original")
-    return [(adamw, adamw_lr), (muon, muon_lr)]
+        return [adamw]
+    return [adamw, torch.optim.Muon(matrices, lr=muon_lr, weight_decay=0.0, adjust_lr_fn="original")]
 
 
 def learning_rate_factor(step, steps, muon):
@@ -335,7 +324,7 @@ def generator(seed, *index):
 def save_checkpoint(file, module, optimizers, step):
     """Model, optimizers and step in one safetensors file. The random state is the step: see `generator`."""
     tensors = {f"model.{name}": p.detach() for name, p in module.named_parameters()}
-    for i, (optimizer, _) in enumerate(optimizers):
+    for i, optimizer in enumerate(optimizers):
         for j, p in enumerate(optimizer.param_groups[0]["params"]):
             tensors |= {f"optimizer.{i}.{j}.{key}": value for key, value in optimizer.state[p].items()}
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
@@ -353,9 +342,8 @@ def load_checkpoint(file, module, optimizers):
         for key in tensors.keys():
             if key.startswith("optimizer."):
                 _, i, j, name = key.split(".")
-                optimizer, _ = optimizers[int(i)]
-                p = optimizer.param_groups[0]["params"][int(j)]
-                optimizer.state[p][name] = tensors.get_tensor(key).to(p.device, copy=True)
+                p = optimizers[int(i)].param_groups[0]["params"][int(j)]
+                optimizers[int(i)].state[p][name] = tensors.get_tensor(key).to(p.device, copy=True)
         return int(tensors.metadata()["step"])
 
 
@@ -369,7 +357,11 @@ WORLD = int(os.environ.get("WORLD_SIZE", 1))    # processes, as torchrun says
 
 
 class Run:
-    """Where and how this process runs, what has been decided for all of them, and which stages are done."""
+    """Where and how this process runs, what has been decided for all of them, and which stages are done.
+
+    stage, name, record: of the stage under way, see `is_done`."""
+    settings_file = property(lambda self: self.out / f"{self.name}.settings.json")
+    checkpoint = property(lambda self: self.out / f"{self.name}.checkpoint.safetensors")
 
     def __init__(self, args):
         self.out, self.resume, self.checkpoint_seconds = Path(args.out), args.resume, args.checkpoint_seconds
@@ -415,26 +407,25 @@ class Run:
         """As if this stage and those before it had taken their parts of --minutes."""
         self.end = time.monotonic() + 60 * self.minutes * BEHIND[behind]
 
-    def seconds_for(self, stage):
-        """Of what is left of --minutes, a stage's part beside what the stages behind it need."""
-        own = SHARES[stage]
-        return max(0.0, self.end - time.monotonic()) * own / (own + BEHIND[stage])
+    def seconds_left(self):
+        """Of what is left of --minutes, the stage's part beside what the stages behind it need."""
+        own = SHARES[self.stage]
+        return max(1.0, self.end - time.monotonic()) * own / (own + BEHIND[self.stage])
 
-    def decide(self, name, number):
-        """A stage's number of steps, where that depends on this machine's speed: decided once, by the first
+    def decide(self, number):
+        """The stage's number of steps, where that depends on this machine's speed: decided once, by the first
         process, and written down, so that a resumed run takes as many."""
         number = torch.tensor(number if self.main else 0.0, dtype=torch.float64, device=self.device)
         self.record["number"] = int(self.sum(number).item())                     # the others add nothing
         if self.main:
-            write_json(self.out / f"{name}.settings.json", self.record)
+            write_json(self.settings_file, self.record)
+        return self.record["number"]
 
     def is_done(self, args, stage, name=None):
         """Is the stage's result in --out? Refuses one made with other settings, and without --resume an
         interrupted one. name: of the result, where a stage has several."""
-        name, stages = name or stage, [*STAGES]
-        file = self.out / f"{name}.settings.json"
-        fields = itertools.chain(*(STAGES[each] for each in stages[:stages.index(stage) + 1]))
-        settings = json.loads(json.dumps({field: getattr(args, field, None) for field in fields}))
+        self.stage, self.name = stage, name or stage
+        file, settings = self.settings_file, {field: getattr(args, field, None) for field in STAGES[stage]}
         begun, new = file.exists(), {"done": False, "number": None, "settings": settings}
         self.record = {**new, **read_optional(file)}
         self.wait()                                                        # all have looked before one writes
@@ -443,37 +434,36 @@ class Run:
         check(good, f"{file}: content", self.record, "damaged; delete the file to start this stage again")
         for field in {**settings, **made_with}:
             if made_with.get(field) != settings.get(field):
-                raise UserError(f"{self.out} holds a {name} made with {field} = {made_with.get(field)}, not "
-                                f"{settings.get(field)}; use the same settings, another --out, or delete the "
-                                "folder")
+                raise UserError(f"{self.out} holds a {self.name} made with {field} = {made_with.get(field)}, "
+                                f"not {settings.get(field)}; use the same settings, another --out, or delete "
+                                "the folder")
         if begun and not done and not self.resume:
-            raise UserError(f"{self.out} holds an interrupted run (stage {name}); go on with --resume, "
+            raise UserError(f"{self.out} holds an interrupted run (stage {self.name}); go on with --resume, "
                             "use another --out, or delete the folder")
         if done:
             self.start_clock(behind=stage)
             if self.main:
-                print(f"{name}: already in {self.out}, skipped")
+                print(f"{self.name}: already in {self.out}, skipped")
         return done
 
-    def begin(self, name):
+    def begin(self):
         """Marks the stage as begun. Where it had no mark (its settings file may have been deleted, to start
         it anew), what an earlier run has left of it goes."""
-        file = self.out / f"{name}.settings.json"
         if self.main:
-            left = [self.out / f"{name}.checkpoint.safetensors", self.out / "result.json",
-                    *(self.out / name).glob("[0-9]*.safetensors")]
-            for old in [] if file.exists() else left:
+            left = [self.checkpoint, self.out / "result.json",
+                    *(self.out / self.name).glob("[0-9]*.safetensors")]
+            for old in [] if self.settings_file.exists() else left:
                 old.unlink(missing_ok=True)
-            write_json(file, self.record)
+            write_json(self.settings_file, self.record)
         self.wait()
 
-    def finish(self, name, module=None):
+    def finish(self, module=None):
         """Saves the module that the stage has trained, marks the stage as done, drops its checkpoint."""
         if self.main:
             if module is not None:
-                module.save_pretrained(self.out / name)
-            write_json(self.out / f"{name}.settings.json", {**self.record, "done": True})
-            (self.out / f"{name}.checkpoint.safetensors").unlink(missing_ok=True)
+                module.save_pretrained(self.out / self.name)
+            write_json(self.settings_file, {**self.record, "done": True})
+            self.checkpoint.unlink(missing_ok=True)
         self.wait()
 
     def log(self, **entry):
@@ -481,12 +471,12 @@ class Run:
             with open(self.out / "log.jsonl", "a", encoding="utf-8") as file:
                 file.write(json.dumps(entry) + "\n")
 
-    def forget(self, stage, step):
+    def forget(self, step):
         """Drops the log's lines after the checkpoint that a resumed run starts from: it writes them again."""
         file = self.out / "log.jsonl"
         if self.main and file.exists():
             lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-            mine = regex.compile(rf'{{"stage": "{stage}", "step": (\d+),')
+            mine = regex.compile(rf'{{"stage": "{self.name}", "step": (\d+),')
             later = lambda line: (found := mine.match(line)) and int(found[1]) > step
             write_text(file, "".join(line for line in lines if line.endswith("\n") and not later(line)))
 
@@ -513,34 +503,27 @@ def default_corpus(preset):
 
 
 def find_entries(paths, suffixes):
-    """The entries of all files, in an order that is the same on every machine: rows, see `entries_of`, and
-    texts, whose domain is the name of the file or folder that was asked for. UserError where there are
-    none."""
+    """The entries of all files, in an order that is the same on every machine: the rows of .jsonl files, and
+    of a .json file that was named itself; any other file's text, if that is UTF-8 and not empty. Their domain
+    is the name of the file or folder that was asked for. UserError where there are none."""
     for path in map(Path, paths):
-        if not path.exists():
-            raise UserError(f"{path}: no such file or folder; --data takes text files and folders")
+        check(path.exists(), "--data", str(path), "no such file or folder; it takes text files and folders")
         names = sorted(p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file())
         names = [n for n in names if not regex.search(r"(^|/)(\.|site-packages/)", n)]
-        files = [path / n for n in names if n.endswith(tuple(suffixes or [""]))] or [path]
-        found = [entry for file in files for entry in entries_of(file, named=file == path)]
-        if not found:
-            kind = " or ".join(suffixes or ("UTF-8",))
-            raise UserError(f"{path}: holds no {kind} text; give files or folders with some")
+        files, found = [path / n for n in names if n.endswith(tuple(suffixes or [""]))] or [path], []
+        for file in files:
+            if file.suffix == ".jsonl" or file == path and file.suffix == ".json":
+                found += read_entries(file)
+                continue
+            with suppress(UserError):
+                text = read_text(file)
+                if text.strip() and "\0" not in text:
+                    found.append(Entry(text=text))
+        kind = " or ".join(suffixes or ["UTF-8"])
+        check(found, "--data", str(path), f"holds no {kind} text; give files or folders with some")
         for entry in found:
             entry.setdefault("domain", path.stem)
         yield from found
-
-
-def entries_of(file, named):
-    """The rows of a .jsonl file, and of a .json file that was named itself; of any other its text, if that is
-    UTF-8 and not empty."""
-    if file.suffix == ".jsonl" or named and file.suffix == ".json":
-        return read_entries(file)
-    with suppress(UserError):
-        text = read_text(file)
-        if text.strip() and "\0" not in text:
-            return [Entry(text=text)]
-    return []
 
 
 def cut_texts(entries):
@@ -605,7 +588,7 @@ def make_text(run, args):
             tokenizer.save_pretrained(run.out / "target")
             write_lines(run.out / "heldout.jsonl", heldout)
             print(f"tokenizer: {tokenizer.vocab_size} tokens; {len(texts)} texts, {len(heldout)} held out")
-        run.finish("tokenizer")
+        run.finish()
     return tokenizer, ids, heldout_ids
 
 
@@ -622,28 +605,28 @@ def train_bpe(texts, vocab_size, pattern):
     weight = [*words.values()]
     # A word as a string of one character a token, so that `replace` merges
     words = [word.encode("utf-8", "replace").decode("latin-1") for word in words]
-    count, where = Counter(), defaultdict(set)               # of each pair: how often, in which words
-    for i, word in enumerate(words):
-        for pair in zip(word, word[1:]):
-            count[pair] += weight[i]
+    # Of each pair: how often, in which words. changed: the pairs whose count the heap does not know yet.
+    count, where, changed, heap = Counter(), defaultdict(set), set(), []
+
+    def add_pairs(i, sign):
+        for pair in zip(words[i], words[i][1:]):
+            count[pair] += sign * weight[i]
             where[pair].add(i)
-    heap = [(-n, pair) for pair, n in count.items()]
-    heapq.heapify(heap)
+            changed.add(pair)
+    for i in range(len(words)):
+        add_pairs(i, 1)
     tokens, merges = [bytes([i]) for i in range(256)], []
-    while heap and len(tokens) < vocab_size:
+    while len(tokens) < vocab_size and (changed or heap):
+        while changed:
+            pair = changed.pop()
+            heapq.heappush(heap, (-count[pair], pair))
         n, pair = heapq.heappop(heap)
         if -n != count[pair] or not n:                       # out of date; the right one is further down
             continue
-        changed = set()
         for i in where.pop(pair):
-            old, words[i] = words[i], words[i].replace("".join(pair), chr(len(tokens)))
-            for sign, word in ((-1, old), (1, words[i])):
-                for each in zip(word, word[1:]):
-                    count[each] += sign * weight[i]
-                    where[each].add(i)
-                    changed.add(each)
-        for each in changed:
-            heapq.heappush(heap, (-count[each], each))
+            add_pairs(i, -1)
+            words[i] = words[i].replace("".join(pair), chr(len(tokens)))
+            add_pairs(i, 1)
         merges.append(tuple(tokens[ord(part)] for part in pair))
         tokens.append(b"".join(merges[-1]))
     return merges
@@ -718,8 +701,8 @@ def measure_claims(run, args, target, tokenizer, responses, corpus):
     stopped."""
     prompts = read_prompts(run.out / "heldout.jsonl", tokenizer, args.prompt_tokens, args.prompts)
     corpus = [x[:len(responses[0])] for x in corpus]                             # as many rows of each
-    compared = {name: flags for *_, variants in CLAIMS for name, flags in variants.items()}
-    trained = {name: flags for name, flags in compared.items() if flags is not None}
+    trained = {name: flags for *_, variants in CLAIMS for name, flags in variants.items()
+               if flags is not None}
     found, steps = defaultdict(list), {}
     report = read_optional(run.out / "report.json")                              # damaged, it is refused now
     for seed, (name, flags) in itertools.product(range(3), trained.items()):
@@ -838,7 +821,8 @@ FLAGS = {
 # What else a stage's result depends on, beside that of the stages before it.
 BESIDES = {"tokenizer": ["corpus"], "responses": ["target", "weights", "prompts_from", "cuts"],
            "drafter": ["mask_token"]}
-STAGES = {stage: [*(name for name, *_ in flags), *BESIDES.get(stage, [])] for stage, flags in FLAGS.items()}
+OWN = ([name for name, *_ in flags] + BESIDES.get(stage, []) for stage, flags in FLAGS.items())
+STAGES = dict(zip(FLAGS, itertools.accumulate(OWN)))         # and what the stages before it depend on
 
 
 def parser():
@@ -921,7 +905,7 @@ def main(argv=None):
         if args.drafter == "dflash" and not run.is_done(args, "benchmark"):
             if run.main:
                 bench(run, args, target, drafter, tokenizer)
-            run.finish("benchmark")
+            run.finish()
     if run.world > 1:
         dist.destroy_process_group()
 
@@ -929,7 +913,7 @@ def main(argv=None):
 def bench(run, args, target, drafter, tokenizer):
     if run.device.type == "cuda" and run.bfloat16:             # as users would; decode.py has --dtype float32
         target, drafter = target.to(torch.bfloat16), drafter.to(torch.bfloat16)
-    seconds = run.seconds_for("benchmark") if run.minutes else None
+    seconds = run.seconds_left() if run.minutes else None
     tokens = 192 if seconds is None or seconds > 60 else 64
     prompts = read_prompts(run.out / "heldout.jsonl", tokenizer, args.prompt_tokens, args.prompts)
     run_benchmark(run.out, target, {"dflash": drafter}, prompts, seconds=seconds, **args.cuts,
