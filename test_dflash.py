@@ -1819,7 +1819,7 @@ def test_bad_training_input(data, tmp_path):
         fails(lambda: train.main(["--data", str(tmp_path / name), *flags]), word)
     for flag, value, *word in (
             ("kv-heads", 3), ("block-size", 1), ("batch", 0), ("device", "nonsense"), ("seed", -1),
-            ("heads", 0), ("vocab-size", 100, "vocab_size"), ("gamma", 0), ("minutes", "nan"),
+            ("heads", 0), ("vocab-size", 100), ("gamma", 0), ("minutes", "nan"),
             ("temperatures", -1), ("mask-token", "zz"), ("response-tokens", 5000)):
         fails(lambda: train.main(["--data", str(data), *flags, f"--{flag}", str(value)]), *word or [flag])
 

@@ -49,7 +49,6 @@ FEATURE_CACHE = 2**32    # bytes of what the target makes of the responses; more
 def train_target(run, args, tokenizer, ids, heldout):
     """ids, heldout: (N,) token ids of the training and of the held-out text -> the trained Transformer."""
     if not run.is_done(args, "target"):
-        run.begin()
         config = ModelConfig(
             vocab_size=tokenizer.vocab_size, hidden_size=args.hidden_size, num_hidden_layers=args.layers,
             intermediate_size=args.intermediate_size, num_attention_heads=args.heads,
@@ -150,9 +149,8 @@ def read_responses(folder):
             rows += tensors["tokens"].long().split(tensors["length"].tolist())
             prompt_lengths += tensors["prompt"].tolist()
     check(rows, f"{folder}: files", 0, "no responses; delete responses.settings.json to make them again")
-    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    place, length = torch.arange(ids.shape[1]), torch.tensor([len(row) for row in rows])
-    return ids, (place >= torch.tensor(prompt_lengths)[:, None]) & (place < length[:, None])
+    trainable = [torch.arange(len(row)) >= n for row, n in zip(rows, prompt_lengths)]
+    return [torch.nn.utils.rnn.pad_sequence(each, batch_first=True) for each in (rows, trainable)]
 
 
 def corpus_rows(args, ids):
@@ -169,7 +167,6 @@ def train_drafter(run, args, target, tokenizer, ids, trainable):
     names."""
     kind, (R, S) = DRAFTERS[args.drafter], ids.shape
     if not run.is_done(args, "drafter", kind.folder):
-        run.begin()
         L, target = target.config.num_hidden_layers, target.requires_grad_(False)
         if L < args.taps and args.drafter == "dflash" and run.main:         # baselines have taps of their own
             print(f"drafter: the target has {L} layers, so there are {L} taps, not {args.taps}")
@@ -228,6 +225,7 @@ def fit(run, module, lr, steps, tokens_a_step, loss_of):
 
     lr: (Muon's, AdamW's). steps: None: as many as fit into the stage's part of --minutes. tokens_a_step: for
     the log. loss_of: step -> this process's sum of weighted losses, and that of the weights."""
+    run.begin()
     optimizers, losses = build_optimizers(module, lr), []
     if run.compile:
         allow_recompiling()
@@ -437,9 +435,8 @@ class Run:
                 raise UserError(f"{self.out} holds a {self.name} made with {field} = {made_with.get(field)}, "
                                 f"not {settings.get(field)}; use the same settings, another --out, or delete "
                                 "the folder")
-        if begun and not done and not self.resume:
-            raise UserError(f"{self.out} holds an interrupted run (stage {self.name}); go on with --resume, "
-                            "use another --out, or delete the folder")
+        check(done or self.resume or not begun, f"{self.out}: stage", self.name,
+              "interrupted; go on with --resume, use another --out, or delete the folder")
         if done:
             self.start_clock(behind=stage)
             if self.main:
@@ -564,7 +561,7 @@ def without_known(documents, training):
 
 def make_text(run, args):
     """The corpus and its tokenizer, written as target/tokenizer.json and heldout.jsonl.
-    -> Tokenizer, training ids (N,), held-out ids"""
+    -> Tokenizer, training ids (N,), held-out ids, the benchmark's prompts"""
     paths, suffixes = (args.data, args.suffixes) if args.data else default_corpus(args.preset)
     entries = [*find_entries(paths, suffixes)]
     for entry in entries:
@@ -575,21 +572,28 @@ def make_text(run, args):
     is_done = run.is_done(args, "tokenizer")
     tokenizer = (Tokenizer.from_pretrained(run.out / "target") if is_done else
                  Tokenizer.from_merges(train_bpe(texts, args.vocab_size - 2, CODE_PATTERN)))
-    rows, heldout_rows = ([[tokenizer.eos_id, *tokenizer.encode(d["text"])] for d in part]
-                          for part in (training, heldout))
-    ids, heldout_ids = (torch.tensor([*itertools.chain(*part)]) for part in (rows, heldout_rows))
+    encode = lambda document: [tokenizer.eos_id, *tokenizer.encode(document["text"])]
+    ids, heldout_ids = (torch.tensor([*itertools.chain(*map(encode, part))]) for part in (training, heldout))
     check(len(ids) >= max(2 * args.sequence_length, args.prompt_tokens + 2), "tokens of text", len(ids),
           f"beside what is held out, too few for sequences of {args.sequence_length}; give more --data or a "
           "smaller --sequence-length")
-    check(any(len(row) > args.prompt_tokens for row in heldout_rows), "--prompt-tokens", args.prompt_tokens,
-          "no held-out document has so many; give more --data or a smaller --prompt-tokens")
+    test_prompts = write_heldout(run, args, tokenizer, heldout)
     if not is_done:
         if run.main:
             tokenizer.save_pretrained(run.out / "target")
-            write_lines(run.out / "heldout.jsonl", heldout)
             print(f"tokenizer: {tokenizer.vocab_size} tokens; {len(texts)} texts, {len(heldout)} held out")
         run.finish()
-    return tokenizer, ids, heldout_ids
+    return tokenizer, ids, heldout_ids, test_prompts
+
+
+def write_heldout(run, args, tokenizer, entries):
+    """Writes heldout.jsonl -> its prompts for the benchmark, {domain: rows of ids}. UserError now, not after
+    hours, where there are none."""
+    file = run.out / "heldout.jsonl"
+    if run.main:
+        write_lines(file, entries)
+    run.wait()
+    return read_prompts(file, tokenizer, args.prompt_tokens, args.prompts)
 
 
 def write_lines(path, entries):
@@ -599,8 +603,7 @@ def write_lines(path, entries):
 def train_bpe(texts, vocab_size, pattern):
     """Learns byte-level merges: [(left bytes, right bytes), ...] in order, at most vocab_size - 256. pattern:
     a regex whose matches are the words that no merge crosses. Each step merges the most frequent pair, of
-    equals the one whose parts were made first. UserError if vocab_size < 256."""
-    check(vocab_size >= 256, "vocab_size", vocab_size + 2, "256 bytes and 2 special tokens need a place")
+    equals the one whose parts were made first."""
     words = Counter(match[0] for text in texts for match in regex.finditer(pattern, text))
     weight = [*words.values()]
     # A word as a string of one character a token, so that `replace` merges
@@ -635,7 +638,7 @@ def train_bpe(texts, vocab_size, pattern):
 def pretrained_target(run, args):
     """--target: a checkpoint's folder, frozen, in bfloat16 on CUDA. Prompts come from --data: the first
     --prompt-tokens tokens of each document of a text, prompts or chats of a .jsonl file. Some are held out.
-    -> Transformer, Tokenizer, training prompts (rows of ids)"""
+    -> Transformer, Tokenizer, training prompts (rows of ids), the benchmark's prompts"""
     check(args.data, "--data", args.data, "--target needs it: text files, folders, .jsonl files of prompts")
     cuda = run.device.type == "cuda"
     dtype = torch.bfloat16 if cuda and run.bfloat16 else torch.float32       # without autocast no mix will do
@@ -650,20 +653,15 @@ def pretrained_target(run, args):
     training, heldout = ([(entry, ids) for entry, ids in encode_entries(
         part, tokenizer, args.prompt_tokens, rendered=args.rendered, skip_bad=args.skip_bad)
         if len(ids) <= room] for part in hold_out(entries, args.seed))
-    if not training or not heldout:
-        raise UserError(f"--data holds too few prompts of at most {room} tokens (--sequence-length less "
-                        "--response-tokens): one to learn from and one to hold out, at least")
+    check(training and heldout, "--data", args.data, f"too few prompts of at most {room} tokens "
+          "(--sequence-length less --response-tokens): one to learn from and one to hold out, at least")
     prompts = [ids for _, ids in training]
-    args.cuts = choose_sampling(args.target, args.temperatures, args.top_k, args.top_p)
     files = sorted((file.name, file.stat().st_size) for file in Path(args.target).glob("*.safetensors"))
     args.weights = fingerprint([str(files), (Path(args.target) / "config.json").read_text()])
     args.prompts_from = fingerprint([str(prompts)])
-    if run.main:
-        rendered = {"rendered": True} if args.rendered else {}
-        write_lines(run.out / "heldout.jsonl", [{**rendered, **entry} for entry, _ in heldout])
-        # Refused now, not after hours.
-        read_prompts(run.out / "heldout.jsonl", tokenizer, args.prompt_tokens, args.prompts)
-    return target, tokenizer, prompts
+    rendered = {"rendered": True} if args.rendered else {}
+    test_prompts = write_heldout(run, args, tokenizer, [{**rendered, **entry} for entry, _ in heldout])
+    return target, tokenizer, prompts, test_prompts
 
 
 # ---- the paper's claims ------------------------------------------------------------------------------------
@@ -695,11 +693,10 @@ CLAIMS = (    # with what is measured at temperature 0, and {variant: its flags}
      {"ar": {"drafter": "ar", "draft_layers": 1, "block_size": 8}, "dflash": {}}))
 
 
-def measure_claims(run, args, target, tokenizer, responses, corpus):
+def measure_claims(run, args, target, tokenizer, prompts, responses, corpus):
     """Trains and benchmarks every variant with three seeds, each in a folder of OUT/claims that is skipped
     when it is there. Prints what the claims came to, and writes it into OUT/report.json. It goes on where it
     stopped."""
-    prompts = read_prompts(run.out / "heldout.jsonl", tokenizer, args.prompt_tokens, args.prompts)
     corpus = [x[:len(responses[0])] for x in corpus]                             # as many rows of each
     trained = {name: flags for *_, variants in CLAIMS for name, flags in variants.items()
                if flags is not None}
@@ -778,7 +775,7 @@ PRESETS = ("cpu", "gpu", "target")
 FLAGS = {
     "tokenizer": (
         ("seed", number(int, 0), 0, "of everything random"),
-        ("vocab_size", COUNT, 448, 16384, None, "of the tokenizer")),
+        ("vocab_size", number(int, 258), 448, 16384, None, "tokens, 256 bytes and 2 special ones included")),
     "target": (
         ("minutes", SOME, 15.0, 45.0, None, "of the whole run, benchmark included"),
         ("layers", COUNT, 8, 12, None, "of the target"),
@@ -815,9 +812,7 @@ FLAGS = {
         ("epochs", SOME, None, None, 6, "instead of --minutes"),
         ("drafter_lr", RATE, [0.03, 4e-3], [0.02, 3e-3], [None, 6e-4], "as --target-lr")),
     "benchmark": (
-        ("prompts", COUNT, 8, "at most so many a domain"),),
-    "": (
-        ("checkpoint_seconds", number(float, 0), 60, "between two checkpoints"),)}
+        ("prompts", COUNT, 8, "at most so many a domain"),)}
 # What else a stage's result depends on, beside that of the stages before it.
 BESIDES = {"tokenizer": ["corpus"], "responses": ["target", "weights", "prompts_from", "cuts"],
            "drafter": ["mask_token"]}
@@ -840,6 +835,7 @@ def parser():
         "template, as enable_thinking=false; the drafter remembers them")
     add("--rendered", action="store_true", help="--target: in prompts special tokens count as such")
     add("--skip-bad", action="store_true", help="--target: go on without prompts that can't be used")
+    add("--checkpoint-seconds", type=number(float, 0), default=60, metavar="N", help="between two (60)")
     add("--resume", action="store_true", help="go on with an interrupted run")
     add("--device", help="cpu, cuda (default: cuda where there is one)")
     add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile the training steps (default: "
@@ -862,25 +858,24 @@ def parse(argv=None):
     much."""
     args = parser().parse_args(argv)
     args.device, args.chat_options = find_device(args.device), parse_options(args.chat_options)
-    args.cuts = {"top_k": args.top_k or None, "top_p": args.top_p}
     args.preset = args.preset or ("gpu" if args.device.type == "cuda" else "cpu")
     args.target = args.target and str(Path(args.target).resolve())
-    counted = args.drafter_steps or args.minutes                                 # instead of --epochs
+    preset = PRESETS.index("target" if args.target else args.preset)
     for name, _, *values, _ in itertools.chain(*FLAGS.values()):
-        if getattr(args, name) is None and not (name == "epochs" and counted):
-            preset = PRESETS.index("target" if args.target else args.preset)
-            setattr(args, name, (values * 3)[preset] if len(values) == 1 else values[preset])
+        if getattr(args, name) is None and not (name == "epochs" and args.minutes):
+            setattr(args, name, values[preset % len(values)])
+    folder = args.target or Path(args.out) / "target"
+    args.cuts = choose_sampling(folder, args.temperatures, args.top_k, args.top_p)
     if args.target:
-        if args.responses_from == "corpus" or args.claims:
-            raise UserError("--responses-from corpus and --claims need a target that train.py has trained on "
-                            "--data: leave --target out")
-        return args
-    if args.prompt_tokens + args.response_tokens > ModelConfig.max_position_embeddings:
-        raise UserError("--prompt-tokens and --response-tokens together exceed the target's "
-                        f"{ModelConfig.max_position_embeddings} positions")
-    if args.heads % args.kv_heads or args.hidden_size % args.heads or args.hidden_size // args.heads % 2:
-        raise UserError(f"--hidden-size {args.hidden_size}, --heads {args.heads}, --kv-heads {args.kv_heads} "
-                        "don't fit: heads must be a multiple of kv-heads, hidden-size an even one of heads")
+        check(args.responses_from == "target" and not args.claims, "--target", args.target, "--claims and "
+              "--responses-from corpus need a target that train.py has trained on --data: leave it out")
+    else:
+        tokens, most = args.prompt_tokens + args.response_tokens, ModelConfig.max_position_embeddings
+        check(tokens <= most, "--prompt-tokens + --response-tokens", tokens, f"the target reads {most}")
+        sizes = args.hidden_size, args.heads, args.kv_heads
+        bad = args.heads % args.kv_heads or args.hidden_size % (2 * args.heads)
+        check(not bad, "--hidden-size, --heads, --kv-heads", sizes, "heads must be a multiple of kv-heads, "
+              "hidden-size an even one of heads")
     return args
 
 
@@ -888,34 +883,33 @@ def main(argv=None):
     args = parse(argv)
     run = Run(args)
     if args.target:
-        target, tokenizer, prompts = pretrained_target(run, args)
+        target, tokenizer, prompts, test_prompts = pretrained_target(run, args)
         args.mask_token = str(pick_mask_token(tokenizer, target.config.vocab_size, args.mask_token, prompts))
     else:
-        tokenizer, ids, heldout = make_text(run, args)
+        tokenizer, ids, heldout, test_prompts = make_text(run, args)
         pick_mask_token(tokenizer, tokenizer.vocab_size, args.mask_token)       # refused now, not after hours
         target = train_target(run, args, tokenizer, ids, heldout)
         prompts = random_rows(ids, args.prompt_tokens, args.responses, generator(args.seed, 2)).tolist()
     if args.claims:
         responses = make_responses(run, args, target, tokenizer, prompts)
-        measure_claims(run, args, target, tokenizer, responses, corpus_rows(args, ids))
+        measure_claims(run, args, target, tokenizer, test_prompts, responses, corpus_rows(args, ids))
     else:
         data = (corpus_rows(args, ids) if args.responses_from == "corpus" else
                 make_responses(run, args, target, tokenizer, prompts))
         drafter = train_drafter(run, args, target, tokenizer, *data)
         if args.drafter == "dflash" and not run.is_done(args, "benchmark"):
             if run.main:
-                bench(run, args, target, drafter, tokenizer)
+                bench(run, args, target, drafter, tokenizer, test_prompts)
             run.finish()
     if run.world > 1:
         dist.destroy_process_group()
 
 
-def bench(run, args, target, drafter, tokenizer):
+def bench(run, args, target, drafter, tokenizer, prompts):
     if run.device.type == "cuda" and run.bfloat16:             # as users would; decode.py has --dtype float32
         target, drafter = target.to(torch.bfloat16), drafter.to(torch.bfloat16)
     seconds = run.seconds_left() if run.minutes else None
     tokens = 192 if seconds is None or seconds > 60 else 64
-    prompts = read_prompts(run.out / "heldout.jsonl", tokenizer, args.prompt_tokens, args.prompts)
     run_benchmark(run.out, target, {"dflash": drafter}, prompts, seconds=seconds, **args.cuts,
                   max_new_tokens=min(tokens, args.response_tokens), stop_ids=stop_tokens(target, tokenizer))
 
