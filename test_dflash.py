@@ -1817,22 +1817,21 @@ def test_bad_training_input(data, tmp_path):
         fails(lambda: train.main(["--data", str(tmp_path / name), *flags]), word)
     for flag, value, *word in (
             ("kv-heads", 3), ("block-size", 1), ("batch", 0), ("device", "nonsense"), ("seed", -1),
-            ("heads", 0), ("vocab-size", 100, "vocab_size"), ("gamma", 0), ("minutes", "nan"),
+            ("heads", 0), ("vocab-size", 100), ("gamma", 0), ("minutes", "nan"),
             ("temperatures", -1), ("mask-token", "zz"), ("response-tokens", 5000)):
         fails(lambda: train.main(["--data", str(data), *flags, f"--{flag}", str(value)]), *word or [flag])
 
 
 def test_a_nan_loss_stops_and_keeps_the_checkpoint(tmp_path):
-    run, module = train.Run(train.parse(["--out", str(tmp_path), *TINY])), torch.nn.Linear(4, 4)
-    before = module.weight.detach().clone()
+    args, module = train.parse(["--out", str(tmp_path), *TINY]), torch.nn.Linear(4, 4)
+    run, before = train.Run(args), module.weight.detach().clone()
+    run.is_done(args, "target")
 
-    def train_on():
-        trainer = train.Trainer(run, "target", module, (0.02, 1e-3), 60, 1)
-        for step in trainer:
-            loss = module(torch.ones(1, 4)).square().sum()
-            # a gradient that is not finite, at step 25
-            trainer.update(loss * (math.inf if step == 25 else 1.0), torch.ones(()))
-    fails(train_on, "loss is", "step 30", "--target-lr")
+    def loss_of(step):
+        loss = module(torch.ones(1, 4)).square().sum()
+        # a gradient that is not finite, at step 25
+        return loss * (math.inf if step == 25 else 1.0), torch.ones(())
+    fails(lambda: train.fit(run, module, (0.02, 1e-3), 60, 1, loss_of), "loss is", "step 30", "--target-lr")
     kept = load_file(tmp_path / "target.checkpoint.safetensors")
     assert all(value.isfinite().all() for value in kept.values())
     assert not torch.equal(kept["model.weight"], before)
@@ -1844,10 +1843,10 @@ def test_a_stage_without_its_settings_file_starts_anew(tmp_path):
     def begin(stage):
         run = train.Run(args)
         assert not run.is_done(args, stage)
-        run.begin(stage)
+        run.begin()
         return run
     for stage in ("target", "responses"):
-        begin(stage).decide(stage, 7)
+        begin(stage).decide(7)
     (tmp_path / "responses").mkdir(exist_ok=True)
     left = [tmp_path / name for name in ("responses/00000.safetensors", "responses.checkpoint.safetensors",
                                          "target.checkpoint.safetensors")]

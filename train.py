@@ -49,7 +49,6 @@ FEATURE_CACHE = 2**32    # bytes of what the target makes of the responses; more
 def train_target(run, args, tokenizer, ids, heldout):
     """ids, heldout: (N,) token ids of the training and of the held-out text -> the trained Transformer."""
     if not run.is_done(args, "target"):
-        run.begin("target")
         config = ModelConfig(
             vocab_size=tokenizer.vocab_size, hidden_size=args.hidden_size, num_hidden_layers=args.layers,
             intermediate_size=args.intermediate_size, num_attention_heads=args.heads,
@@ -59,12 +58,13 @@ def train_target(run, args, tokenizer, ids, heldout):
         target.init_weights(generator(args.seed, 0))
         target.to(run.device)
         S = args.sequence_length
-        trainer = Trainer(run, "target", target, args.target_lr, args.target_steps, args.batch * S)
-        for step in trainer:
+
+        def loss_of(step):
             rows = random_rows(ids, S + 1, args.batch, generator(args.seed, 1, step))    # (batch, S + 1)
-            trainer.update(*next_token_loss(run, target, run.share(rows)))
-        run.finish("target", target)
-        run.log(stage="heldout", step=trainer.steps, loss=heldout_loss(run, target, heldout, S, args.batch))
+            return next_token_loss(run, target, run.share(rows))
+        steps = fit(run, target, args.target_lr, args.target_steps, args.batch * S, loss_of)
+        run.finish(target)
+        run.log(stage="heldout", step=steps, loss=heldout_loss(run, target, heldout, S, args.batch))
     return Transformer.from_pretrained(run.out / "target", device=run.device)
 
 
@@ -105,7 +105,7 @@ def make_responses(run, args, target, tokenizer, prompts):
     Decoded a batch at a time, at one temperature each, into files that a killed run need not make again."""
     folder, B = run.out / "responses", args.response_batch
     if not run.is_done(args, "responses"):
-        run.begin("responses")
+        run.begin()
         stop_ids = stop_tokens(target, tokenizer)
         if run.bfloat16 and target.dtype != torch.bfloat16:
             target = copy.deepcopy(target).to(torch.bfloat16)                    # half the bytes to stream
@@ -115,7 +115,7 @@ def make_responses(run, args, target, tokenizer, prompts):
             autoregressive(target, parts[0], 4)                                  # warm-up
             tokens = math.ceil(args.response_tokens / 8)
             seconds = autoregressive(target, parts[0], tokens).seconds * args.response_tokens / tokens
-            run.decide("responses", max(1, run.world * run.seconds_for("responses") / seconds))
+            run.decide(max(1, run.world * run.seconds_left() / seconds))
         parts = parts[:run.record["number"]]
         with run.bar(len(parts) * B * args.response_tokens, "responses", "token") as bar:
             for n, part in enumerate(parts):
@@ -123,7 +123,7 @@ def make_responses(run, args, target, tokenizer, prompts):
                     decode_part(args, target, part, n, folder, stop_ids)
                 bar.update(B * args.response_tokens)
         idle.clear()                                                             # caches for many rows
-        run.finish("responses")
+        run.finish()
     return read_responses(folder)
 
 
@@ -149,9 +149,8 @@ def read_responses(folder):
             rows += tensors["tokens"].long().split(tensors["length"].tolist())
             prompt_lengths += tensors["prompt"].tolist()
     check(rows, f"{folder}: files", 0, "no responses; delete responses.settings.json to make them again")
-    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    place, length = torch.arange(ids.shape[1]), torch.tensor([len(row) for row in rows])
-    return ids, (place >= torch.tensor(prompt_lengths)[:, None]) & (place < length[:, None])
+    trainable = [torch.arange(len(row)) >= n for row, n in zip(rows, prompt_lengths)]
+    return [torch.nn.utils.rnn.pad_sequence(each, batch_first=True) for each in (rows, trainable)]
 
 
 def corpus_rows(args, ids):
@@ -168,7 +167,6 @@ def train_drafter(run, args, target, tokenizer, ids, trainable):
     names."""
     kind, (R, S) = DRAFTERS[args.drafter], ids.shape
     if not run.is_done(args, "drafter", kind.folder):
-        run.begin(kind.folder)
         L, target = target.config.num_hidden_layers, target.requires_grad_(False)
         if L < args.taps and args.drafter == "dflash" and run.main:         # baselines have taps of their own
             print(f"drafter: the target has {L} layers, so there are {L} taps, not {args.taps}")
@@ -182,21 +180,20 @@ def train_drafter(run, args, target, tokenizer, ids, trainable):
         taps = drafter.config.target_layer_ids
         cached = target_outputs_of_all(run, args, target, taps, ids)
         steps = args.drafter_steps or args.epochs and math.ceil(args.epochs * R / args.draft_batch)
-        trainer = Trainer(run, kind.folder, drafter, args.drafter_lr, steps, args.draft_batch * S)
-        for step in trainer:
+
+        def loss_of(step):
             g = generator(args.seed, 4, step)
             rows = torch.randint(R, (args.draft_batch,), generator=g)
-            anchors, valid, revealed = sample_anchors(
+            blocks = sample_anchors(
                 trainable[rows], args.anchors, args.block_size, g, args.anchor_choice, args.reveal)
+            mine, labelled, *blocks = map(run.share, (ids[rows], trainable[rows], *blocks))
             hidden, features = ([run.share(x[rows]) for x in cached] if cached else
-                                target_outputs(run, target, taps, run.share(ids[rows])))
-            batch = TrainingBatch(
-                run.share(ids[rows]), run.share(trainable[rows]), features, hidden,
-                run.share(anchors), run.share(valid), run.share(revealed), soft=args.labels == "soft")
+                                target_outputs(run, target, taps, mine))
+            batch = TrainingBatch(mine, labelled, features, hidden, *blocks, soft=args.labels == "soft")
             with run.autocast():
-                loss, weight = drafter.loss(target, batch, args.gamma)
-            trainer.update(loss, weight)
-        run.finish(kind.folder, drafter.to(target.dtype))
+                return drafter.loss(target, batch, args.gamma)
+        fit(run, drafter, args.drafter_lr, steps, args.draft_batch * S, loss_of)
+        run.finish(drafter.to(target.dtype))
     return kind.from_pretrained(run.out / kind.folder, target)
 
 
@@ -222,89 +219,80 @@ def target_outputs_of_all(run, args, target, taps, ids):
 
 # ---- one training loop for both ----------------------------------------------------------------------------
 
-class Trainer:
-    """`for step in trainer`: the loop's body computes a loss and calls `update` with it. Learning rates,
-    checkpoints and the log are kept here. The loop starts from the checkpoint that is there.
+def fit(run, module, lr, steps, tokens_a_step, loss_of):
+    """Trains the module of the stage under way, from the checkpoint that is there, and logs. Returns the
+    number of steps.
 
-    lr: (Muon's, AdamW's). steps: None: as many as fit into the stage's part of --minutes, which a few real
-    steps at learning rate zero measure first. tokens_a_step: for the log."""
+    lr: (Muon's, AdamW's). steps: None: as many as fit into the stage's part of --minutes. tokens_a_step: for
+    the log. loss_of: step -> this process's sum of weighted losses, and that of the weights."""
+    run.begin()
+    optimizers, losses = build_optimizers(module, lr), []
+    if run.compile:
+        allow_recompiling()
+        for part in module.modules():          # a function for all layers; EAGLE-3 calls its layer's parts
+            if isinstance(part, (DecoderLayer, MLP, RMSNorm)):
+                part.compile()
+    steps = steps or run.record["number"] or steps_that_fit(run, module, optimizers, loss_of)
+    done = load_checkpoint(run.checkpoint, module, optimizers)
+    run.forget(done)
+    saved = began = time.monotonic()
+    with run.bar(steps, run.name, initial=done) as bar:
+        for step in range(done, steps):
+            factor = learning_rate_factor(step, steps, muon=len(optimizers) > 1)
+            losses.append(update(run, module, optimizers, factor, *loss_of(step)))
+            bar.update()
+            taken = step + 1
+            if taken % 10 and taken < steps:
+                continue
+            # Looked at before a checkpoint is written: none holds a NaN.
+            loss = torch.stack(losses).mean().item()
+            losses.clear()
+            if not math.isfinite(loss):
+                raise UserError(f"the {run.name}'s loss is {loss} at step {taken}; no checkpoint holds it: "
+                                f"lower --{run.stage}-lr and use another --out")
+            rate = (taken - done) * tokens_a_step / (time.monotonic() - began)
+            bar.set_postfix_str(f"loss {loss:.3f}, {rate:,.0f} tokens/s")
+            run.log(stage=run.name, step=taken, loss=loss, tokens_per_second=rate)
+            if run.main and taken < steps and time.monotonic() - saved >= run.checkpoint_seconds:
+                save_checkpoint(run.checkpoint, module, optimizers, taken)
+                saved = time.monotonic()
+    return steps
 
-    def __init__(self, run, stage, module, lr, steps, tokens_a_step):
-        self.run, self.stage, self.module, self.steps = run, stage, module.train(), steps
-        self.kind = stage if stage == "target" else "drafter"                    # a drafter of any sort
-        self.tokens_a_step, self.losses = tokens_a_step, []
-        self.optimizers = build_optimizers(module, lr)
-        self.checkpoint = run.out / f"{stage}.checkpoint.safetensors"
-        if run.compile:
-            allow_recompiling()
-            for part in module.modules():      # a function for all layers; EAGLE-3 calls its layer's parts
-                if isinstance(part, (DecoderLayer, MLP, RMSNorm)):
-                    part.compile()
 
-    def __iter__(self):
-        if not (self.steps or self.run.record["number"]):
-            yield from self.timing()
-        self.steps = self.steps or self.run.record["number"]
-        done = load_checkpoint(self.checkpoint, self.module, self.optimizers)
-        self.run.forget(self.stage, done)
-        self.saved = self.began = time.monotonic()
-        with self.run.bar(self.steps, self.stage, initial=done) as self.bar:
-            for step in range(done, self.steps):
-                self.factor = learning_rate_factor(step, self.steps, muon=len(self.optimizers) > 1)
-                yield step
-                self.bar.update()
-                if (step + 1) % 10 == 0 or step + 1 == self.steps:
-                    self.report(step + 1, step + 1 - done)
+def steps_that_fit(run, module, optimizers, loss_of):
+    """Times eight steps that change no weight; what they leave in the optimizers is dropped."""
+    if run.main:
+        print(f"{run.name}: timing a step ...", flush=True)
+    marks = []
+    for step in range(8):
+        update(run, module, optimizers, 0.0, *loss_of(step)).item()              # waits for the device
+        marks.append(time.monotonic())
+    for optimizer in optimizers:
+        optimizer.state.clear()
+    seconds = statistics.median(b - a for a, b in zip(marks[1:], marks[2:]))
+    return run.decide(max(20, run.seconds_left() / seconds))
 
-    def timing(self):
-        """Eight steps that change no weight; what they leave in the optimizers is dropped."""
-        if self.run.main:
-            print(f"{self.stage}: timing a step ...", flush=True)
-        self.factor, marks = 0.0, []
-        for step in range(8):
-            yield step
-            self.losses.pop().item()                                             # waits for the device
-            marks.append(time.monotonic())
-        for optimizer, _ in self.optimizers:
-            optimizer.state.clear()
-        seconds = statistics.median(b - a for a, b in zip(marks[1:], marks[2:]))
-        self.run.decide(self.stage, max(20, self.run.seconds_for(self.kind) / seconds))
 
-    def update(self, loss, weight):
-        """One step of the optimizers along the gradient of sum(loss) / sum(weight) over all processes."""
-        total = self.run.sum(weight.detach().float().clone()).clamp(min=1e-6)
-        (loss / total).backward()
-        parameters = [p for p in self.module.parameters() if p.grad is not None]
-        for p in parameters:
-            self.run.sum(p.grad)
-        norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        for optimizer, lr in self.optimizers:
-            optimizer.param_groups[0]["lr"] = lr * self.factor
-            optimizer.step()
-            optimizer.zero_grad()
-        loss = self.run.sum(loss.detach().clone()) / total
-        self.losses.append(torch.where(norm.isfinite(), loss, math.nan))    # such gradients spoil the weights
-
-    def report(self, step, steps):
-        """Log and bar; then a checkpoint, where it is time for one. The loss is looked at first: no
-        checkpoint holds a NaN. step: done in all; steps: done by this process."""
-        loss = torch.stack(self.losses).mean().item()
-        self.losses.clear()
-        rate = steps * self.tokens_a_step / (time.monotonic() - self.began)
-        if not math.isfinite(loss):
-            raise UserError(f"the {self.stage}'s loss is {loss} at step {step}; no checkpoint holds it: "
-                            f"lower --{self.kind}-lr and use another --out")
-        self.bar.set_postfix_str(f"loss {loss:.3f}, {rate:,.0f} tokens/s")
-        self.run.log(stage=self.stage, step=step, loss=loss, tokens_per_second=rate)
-        due = time.monotonic() - self.saved >= self.run.checkpoint_seconds and step < self.steps
-        if self.run.main and due:
-            save_checkpoint(self.checkpoint, self.module, self.optimizers, step)
-            self.saved = time.monotonic()
+def update(run, module, optimizers, factor, loss, weight):
+    """One step along the gradient of sum(loss) / sum(weight) over all processes. factor: on the learning
+    rates. Returns that loss."""
+    total = run.sum(weight.detach().float().clone()).clamp(min=1e-6)
+    (loss / total).backward()
+    parameters = [p for p in module.parameters() if p.grad is not None]
+    for p in parameters:
+        run.sum(p.grad)
+    norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+    for optimizer in optimizers:
+        optimizer.param_groups[0]["lr"] = optimizer.defaults["lr"] * factor
+        optimizer.step()
+        optimizer.zero_grad()
+    loss = run.sum(loss.detach().clone()) / total
+    return torch.where(norm.isfinite(), loss, math.nan)                 # such gradients spoil the weights
 
 
 def build_optimizers(module, lr):
-    """[(optimizer, its learning rate)]: Muon (orthogonalized momentum, Jordan 2024) for the layers' matrices,
-    AdamW for embeddings, head, norms and biases; AdamW for all where Muon's rate is None."""
+    """Muon (orthogonalized momentum, Jordan 2024) for the layers' matrices, AdamW for embeddings, head, norms
+    and biases; AdamW for all where Muon's rate is None."""
     muon_lr, adamw_lr = lr
     matrices, others = [], []
     for name, p in module.named_parameters():
@@ -312,9 +300,8 @@ def build_optimizers(module, lr):
         (matrices if is_matrix and muon_lr is not None else others).append(p)
     adamw = torch.optim.AdamW(others, lr=adamw_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     if not matrices:
-        return [(adamw, adamw_lr)]
-    muon = torch.optim.Muon(matrices, lr=muon_lr, weight_decay=0.0, adjust_lr_fn="original")
-    return [(adamw, adamw_lr), (muon, muon_lr)]
+        return [adamw]
+    return [adamw, torch.optim.Muon(matrices, lr=muon_lr, weight_decay=0.0, adjust_lr_fn="original")]
 
 
 def learning_rate_factor(step, steps, muon):
@@ -335,7 +322,7 @@ def generator(seed, *index):
 def save_checkpoint(file, module, optimizers, step):
     """Model, optimizers and step in one safetensors file. The random state is the step: see `generator`."""
     tensors = {f"model.{name}": p.detach() for name, p in module.named_parameters()}
-    for i, (optimizer, _) in enumerate(optimizers):
+    for i, optimizer in enumerate(optimizers):
         for j, p in enumerate(optimizer.param_groups[0]["params"]):
             tensors |= {f"optimizer.{i}.{j}.{key}": value for key, value in optimizer.state[p].items()}
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
@@ -353,9 +340,8 @@ def load_checkpoint(file, module, optimizers):
         for key in tensors.keys():
             if key.startswith("optimizer."):
                 _, i, j, name = key.split(".")
-                optimizer, _ = optimizers[int(i)]
-                p = optimizer.param_groups[0]["params"][int(j)]
-                optimizer.state[p][name] = tensors.get_tensor(key).to(p.device, copy=True)
+                p = optimizers[int(i)].param_groups[0]["params"][int(j)]
+                optimizers[int(i)].state[p][name] = tensors.get_tensor(key).to(p.device, copy=True)
         return int(tensors.metadata()["step"])
 
 
@@ -369,18 +355,20 @@ WORLD = int(os.environ.get("WORLD_SIZE", 1))    # processes, as torchrun says
 
 
 class Run:
-    """Where and how this process runs, what has been decided for all of them, and which stages are done."""
+    """Where and how this process runs, what has been decided for all of them, and which stages are done.
+
+    stage, name, record: of the stage under way, see `is_done`."""
+    settings_file = property(lambda self: self.out / f"{self.name}.settings.json")
+    checkpoint = property(lambda self: self.out / f"{self.name}.checkpoint.safetensors")
 
     def __init__(self, args):
         self.out, self.resume, self.checkpoint_seconds = Path(args.out), args.resume, args.checkpoint_seconds
         self.minutes, self.feature_cache = args.minutes or 0, {}
         self.rank, self.world = int(os.environ.get("RANK", 0)), WORLD
         self.main, self.device, cuda = self.rank == 0, args.device, args.device.type == "cuda"
-        if cuda and self.world > 1:
-            local, most = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
-            check(local < most, "LOCAL_RANK", local, f"no GPU is left for it; torchrun can have {most}")
-            self.device = torch.device("cuda", local)
-        if cuda:
+        if cuda and self.world > 1:                                              # a GPU for each process
+            self.device = find_device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}")
+        if self.device.index is not None:
             torch.cuda.set_device(self.device)
         if self.world > 1:                                                # one may work for long, others wait
             dist.init_process_group("nccl" if cuda else "gloo", timeout=datetime.timedelta(days=1))
@@ -417,26 +405,25 @@ class Run:
         """As if this stage and those before it had taken their parts of --minutes."""
         self.end = time.monotonic() + 60 * self.minutes * BEHIND[behind]
 
-    def seconds_for(self, stage):
-        """Of what is left of --minutes, a stage's part beside what the stages behind it need."""
-        own = SHARES[stage]
-        return max(0.0, self.end - time.monotonic()) * own / (own + BEHIND[stage])
+    def seconds_left(self):
+        """Of what is left of --minutes, the stage's part beside what the stages behind it need."""
+        own = SHARES[self.stage]
+        return max(1.0, self.end - time.monotonic()) * own / (own + BEHIND[self.stage])
 
-    def decide(self, name, number):
-        """A stage's number of steps, where that depends on this machine's speed: decided once, by the first
+    def decide(self, number):
+        """The stage's number of steps, where that depends on this machine's speed: decided once, by the first
         process, and written down, so that a resumed run takes as many."""
         number = torch.tensor(number if self.main else 0.0, dtype=torch.float64, device=self.device)
         self.record["number"] = int(self.sum(number).item())                     # the others add nothing
         if self.main:
-            write_json(self.out / f"{name}.settings.json", self.record)
+            write_json(self.settings_file, self.record)
+        return self.record["number"]
 
     def is_done(self, args, stage, name=None):
         """Is the stage's result in --out? Refuses one made with other settings, and without --resume an
         interrupted one. name: of the result, where a stage has several."""
-        name, stages = name or stage, [*STAGES]
-        file = self.out / f"{name}.settings.json"
-        fields = itertools.chain(*(STAGES[each] for each in stages[:stages.index(stage) + 1]))
-        settings = json.loads(json.dumps({field: getattr(args, field, None) for field in fields}))
+        self.stage, self.name = stage, name or stage
+        file, settings = self.settings_file, {field: getattr(args, field, None) for field in STAGES[stage]}
         begun, new = file.exists(), {"done": False, "number": None, "settings": settings}
         self.record = {**new, **read_optional(file)}
         self.wait()                                                        # all have looked before one writes
@@ -445,37 +432,35 @@ class Run:
         check(good, f"{file}: content", self.record, "damaged; delete the file to start this stage again")
         for field in {**settings, **made_with}:
             if made_with.get(field) != settings.get(field):
-                raise UserError(f"{self.out} holds a {name} made with {field} = {made_with.get(field)}, not "
-                                f"{settings.get(field)}; use the same settings, another --out, or delete the "
-                                "folder")
-        if begun and not done and not self.resume:
-            raise UserError(f"{self.out} holds an interrupted run (stage {name}); go on with --resume, "
-                            "use another --out, or delete the folder")
+                raise UserError(f"{self.out} holds a {self.name} made with {field} = {made_with.get(field)}, "
+                                f"not {settings.get(field)}; use the same settings, another --out, or delete "
+                                "the folder")
+        check(done or self.resume or not begun, f"{self.out}: stage", self.name,
+              "interrupted; go on with --resume, use another --out, or delete the folder")
         if done:
             self.start_clock(behind=stage)
             if self.main:
-                print(f"{name}: already in {self.out}, skipped")
+                print(f"{self.name}: already in {self.out}, skipped")
         return done
 
-    def begin(self, name):
+    def begin(self):
         """Marks the stage as begun. Where it had no mark (its settings file may have been deleted, to start
         it anew), what an earlier run has left of it goes."""
-        file = self.out / f"{name}.settings.json"
         if self.main:
-            left = [self.out / f"{name}.checkpoint.safetensors", self.out / "result.json",
-                    *(self.out / name).glob("[0-9]*.safetensors")]
-            for old in [] if file.exists() else left:
+            left = [self.checkpoint, self.out / "result.json",
+                    *(self.out / self.name).glob("[0-9]*.safetensors")]
+            for old in [] if self.settings_file.exists() else left:
                 old.unlink(missing_ok=True)
-            write_json(file, self.record)
+            write_json(self.settings_file, self.record)
         self.wait()
 
-    def finish(self, name, module=None):
+    def finish(self, module=None):
         """Saves the module that the stage has trained, marks the stage as done, drops its checkpoint."""
         if self.main:
             if module is not None:
-                module.save_pretrained(self.out / name)
-            write_json(self.out / f"{name}.settings.json", {**self.record, "done": True})
-            (self.out / f"{name}.checkpoint.safetensors").unlink(missing_ok=True)
+                module.save_pretrained(self.out / self.name)
+            write_json(self.settings_file, {**self.record, "done": True})
+            self.checkpoint.unlink(missing_ok=True)
         self.wait()
 
     def log(self, **entry):
@@ -483,12 +468,12 @@ class Run:
             with open(self.out / "log.jsonl", "a", encoding="utf-8") as file:
                 file.write(json.dumps(entry) + "\n")
 
-    def forget(self, stage, step):
+    def forget(self, step):
         """Drops the log's lines after the checkpoint that a resumed run starts from: it writes them again."""
         file = self.out / "log.jsonl"
         if self.main and file.exists():
             lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-            mine = regex.compile(rf'{{"stage": "{stage}", "step": (\d+),')
+            mine = regex.compile(rf'{{"stage": "{self.name}", "step": (\d+),')
             later = lambda line: (found := mine.match(line)) and int(found[1]) > step
             write_text(file, "".join(line for line in lines if line.endswith("\n") and not later(line)))
 
@@ -515,34 +500,27 @@ def default_corpus(preset):
 
 
 def find_entries(paths, suffixes):
-    """The entries of all files, in an order that is the same on every machine: rows, see `entries_of`, and
-    texts, whose domain is the name of the file or folder that was asked for. UserError where there are
-    none."""
+    """The entries of all files, in an order that is the same on every machine: the rows of .jsonl files, and
+    of a .json file that was named itself; any other file's text, if that is UTF-8 and not empty. Their domain
+    is the name of the file or folder that was asked for. UserError where there are none."""
     for path in map(Path, paths):
-        if not path.exists():
-            raise UserError(f"{path}: no such file or folder; --data takes text files and folders")
+        check(path.exists(), "--data", str(path), "no such file or folder; it takes text files and folders")
         names = sorted(p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file())
         names = [n for n in names if not regex.search(r"(^|/)(\.|site-packages/)", n)]
-        files = [path / n for n in names if n.endswith(tuple(suffixes or [""]))] or [path]
-        found = [entry for file in files for entry in entries_of(file, named=file == path)]
-        if not found:
-            kind = " or ".join(suffixes or ("UTF-8",))
-            raise UserError(f"{path}: holds no {kind} text; give files or folders with some")
+        files, found = [path / n for n in names if n.endswith(tuple(suffixes or [""]))] or [path], []
+        for file in files:
+            if file.suffix == ".jsonl" or file == path and file.suffix == ".json":
+                found += read_entries(file)
+                continue
+            with suppress(UserError):
+                text = read_text(file)
+                if text.strip() and "\0" not in text:
+                    found.append(Entry(text=text))
+        kind = " or ".join(suffixes or ["UTF-8"])
+        check(found, "--data", str(path), f"holds no {kind} text; give files or folders with some")
         for entry in found:
             entry.setdefault("domain", path.stem)
         yield from found
-
-
-def entries_of(file, named):
-    """The rows of a .jsonl file, and of a .json file that was named itself; of any other its text, if that is
-    UTF-8 and not empty."""
-    if file.suffix == ".jsonl" or named and file.suffix == ".json":
-        return read_entries(file)
-    with suppress(UserError):
-        text = read_text(file)
-        if text.strip() and "\0" not in text:
-            return [Entry(text=text)]
-    return []
 
 
 def cut_texts(entries):
@@ -583,7 +561,7 @@ def without_known(documents, training):
 
 def make_text(run, args):
     """The corpus and its tokenizer, written as target/tokenizer.json and heldout.jsonl.
-    -> Tokenizer, training ids (N,), held-out ids"""
+    -> Tokenizer, training ids (N,), held-out ids, the benchmark's prompts"""
     paths, suffixes = (args.data, args.suffixes) if args.data else default_corpus(args.preset)
     entries = [*find_entries(paths, suffixes)]
     for entry in entries:
@@ -594,21 +572,28 @@ def make_text(run, args):
     is_done = run.is_done(args, "tokenizer")
     tokenizer = (Tokenizer.from_pretrained(run.out / "target") if is_done else
                  Tokenizer.from_merges(train_bpe(texts, args.vocab_size - 2, CODE_PATTERN)))
-    rows, heldout_rows = ([[tokenizer.eos_id, *tokenizer.encode(d["text"])] for d in part]
-                          for part in (training, heldout))
-    ids, heldout_ids = (torch.tensor([*itertools.chain(*part)]) for part in (rows, heldout_rows))
+    encode = lambda document: [tokenizer.eos_id, *tokenizer.encode(document["text"])]
+    ids, heldout_ids = (torch.tensor([*itertools.chain(*map(encode, part))]) for part in (training, heldout))
     check(len(ids) >= max(2 * args.sequence_length, args.prompt_tokens + 2), "tokens of text", len(ids),
           f"beside what is held out, too few for sequences of {args.sequence_length}; give more --data or a "
           "smaller --sequence-length")
-    check(any(len(row) > args.prompt_tokens for row in heldout_rows), "--prompt-tokens", args.prompt_tokens,
-          "no held-out document has so many; give more --data or a smaller --prompt-tokens")
+    test_prompts = write_heldout(run, args, tokenizer, heldout)
     if not is_done:
         if run.main:
             tokenizer.save_pretrained(run.out / "target")
-            write_lines(run.out / "heldout.jsonl", heldout)
             print(f"tokenizer: {tokenizer.vocab_size} tokens; {len(texts)} texts, {len(heldout)} held out")
-        run.finish("tokenizer")
-    return tokenizer, ids, heldout_ids
+        run.finish()
+    return tokenizer, ids, heldout_ids, test_prompts
+
+
+def write_heldout(run, args, tokenizer, entries):
+    """Writes heldout.jsonl -> its prompts for the benchmark, {domain: rows of ids}. UserError now, not after
+    hours, where there are none."""
+    file = run.out / "heldout.jsonl"
+    if run.main:
+        write_lines(file, entries)
+    run.wait()
+    return read_prompts(file, tokenizer, args.prompt_tokens, args.prompts)
 
 
 def write_lines(path, entries):
@@ -618,34 +603,33 @@ def write_lines(path, entries):
 def train_bpe(texts, vocab_size, pattern):
     """Learns byte-level merges: [(left bytes, right bytes), ...] in order, at most vocab_size - 256. pattern:
     a regex whose matches are the words that no merge crosses. Each step merges the most frequent pair, of
-    equals the one whose parts were made first. UserError if vocab_size < 256."""
-    check(vocab_size >= 256, "vocab_size", vocab_size + 2, "256 bytes and 2 special tokens need a place")
+    equals the one whose parts were made first."""
     words = Counter(match[0] for text in texts for match in regex.finditer(pattern, text))
     weight = [*words.values()]
     # A word as a string of one character a token, so that `replace` merges
     words = [word.encode("utf-8", "replace").decode("latin-1") for word in words]
-    count, where = Counter(), defaultdict(set)               # of each pair: how often, in which words
-    for i, word in enumerate(words):
-        for pair in zip(word, word[1:]):
-            count[pair] += weight[i]
+    # Of each pair: how often, in which words. changed: the pairs whose count the heap does not know yet.
+    count, where, changed, heap = Counter(), defaultdict(set), set(), []
+
+    def add_pairs(i, sign):
+        for pair in zip(words[i], words[i][1:]):
+            count[pair] += sign * weight[i]
             where[pair].add(i)
-    heap = [(-n, pair) for pair, n in count.items()]
-    heapq.heapify(heap)
+            changed.add(pair)
+    for i in range(len(words)):
+        add_pairs(i, 1)
     tokens, merges = [bytes([i]) for i in range(256)], []
-    while heap and len(tokens) < vocab_size:
+    while len(tokens) < vocab_size and (changed or heap):
+        while changed:
+            pair = changed.pop()
+            heapq.heappush(heap, (-count[pair], pair))
         n, pair = heapq.heappop(heap)
         if -n != count[pair] or not n:                       # out of date; the right one is further down
             continue
-        changed = set()
         for i in where.pop(pair):
-            old, words[i] = words[i], words[i].replace("".join(pair), chr(len(tokens)))
-            for sign, word in ((-1, old), (1, words[i])):
-                for each in zip(word, word[1:]):
-                    count[each] += sign * weight[i]
-                    where[each].add(i)
-                    changed.add(each)
-        for each in changed:
-            heapq.heappush(heap, (-count[each], each))
+            add_pairs(i, -1)
+            words[i] = words[i].replace("".join(pair), chr(len(tokens)))
+            add_pairs(i, 1)
         merges.append(tuple(tokens[ord(part)] for part in pair))
         tokens.append(b"".join(merges[-1]))
     return merges
@@ -654,7 +638,7 @@ def train_bpe(texts, vocab_size, pattern):
 def pretrained_target(run, args):
     """--target: a checkpoint's folder, frozen, in bfloat16 on CUDA. Prompts come from --data: the first
     --prompt-tokens tokens of each document of a text, prompts or chats of a .jsonl file. Some are held out.
-    -> Transformer, Tokenizer, training prompts (rows of ids)"""
+    -> Transformer, Tokenizer, training prompts (rows of ids), the benchmark's prompts"""
     check(args.data, "--data", args.data, "--target needs it: text files, folders, .jsonl files of prompts")
     cuda = run.device.type == "cuda"
     dtype = torch.bfloat16 if cuda and run.bfloat16 else torch.float32       # without autocast no mix will do
@@ -669,20 +653,15 @@ def pretrained_target(run, args):
     training, heldout = ([(entry, ids) for entry, ids in encode_entries(
         part, tokenizer, args.prompt_tokens, rendered=args.rendered, skip_bad=args.skip_bad)
         if len(ids) <= room] for part in hold_out(entries, args.seed))
-    if not training or not heldout:
-        raise UserError(f"--data holds too few prompts of at most {room} tokens (--sequence-length less "
-                        "--response-tokens): one to learn from and one to hold out, at least")
+    check(training and heldout, "--data", args.data, f"too few prompts of at most {room} tokens "
+          "(--sequence-length less --response-tokens): one to learn from and one to hold out, at least")
     prompts = [ids for _, ids in training]
-    args.cuts = choose_sampling(args.target, args.temperatures, args.top_k, args.top_p)
     files = sorted((file.name, file.stat().st_size) for file in Path(args.target).glob("*.safetensors"))
     args.weights = fingerprint([str(files), (Path(args.target) / "config.json").read_text()])
     args.prompts_from = fingerprint([str(prompts)])
-    if run.main:
-        rendered = {"rendered": True} if args.rendered else {}
-        write_lines(run.out / "heldout.jsonl", [{**rendered, **entry} for entry, _ in heldout])
-        # Refused now, not after hours.
-        read_prompts(run.out / "heldout.jsonl", tokenizer, args.prompt_tokens, args.prompts)
-    return target, tokenizer, prompts
+    rendered = {"rendered": True} if args.rendered else {}
+    test_prompts = write_heldout(run, args, tokenizer, [{**rendered, **entry} for entry, _ in heldout])
+    return target, tokenizer, prompts, test_prompts
 
 
 # ---- the paper's claims ------------------------------------------------------------------------------------
@@ -714,14 +693,13 @@ CLAIMS = (    # with what is measured at temperature 0, and {variant: its flags}
      {"ar": {"drafter": "ar", "draft_layers": 1, "block_size": 8}, "dflash": {}}))
 
 
-def measure_claims(run, args, target, tokenizer, responses, corpus):
+def measure_claims(run, args, target, tokenizer, prompts, responses, corpus):
     """Trains and benchmarks every variant with three seeds, each in a folder of OUT/claims that is skipped
     when it is there. Prints what the claims came to, and writes it into OUT/report.json. It goes on where it
     stopped."""
-    prompts = read_prompts(run.out / "heldout.jsonl", tokenizer, args.prompt_tokens, args.prompts)
     corpus = [x[:len(responses[0])] for x in corpus]                             # as many rows of each
-    compared = {name: flags for *_, variants in CLAIMS for name, flags in variants.items()}
-    trained = {name: flags for name, flags in compared.items() if flags is not None}
+    trained = {name: flags for *_, variants in CLAIMS for name, flags in variants.items()
+               if flags is not None}
     found, steps = defaultdict(list), {}
     report = read_optional(run.out / "report.json")                              # damaged, it is refused now
     for seed, (name, flags) in itertools.product(range(3), trained.items()):
@@ -797,7 +775,7 @@ PRESETS = ("cpu", "gpu", "target")
 FLAGS = {
     "tokenizer": (
         ("seed", number(int, 0), 0, "of everything random"),
-        ("vocab_size", COUNT, 448, 16384, None, "of the tokenizer")),
+        ("vocab_size", number(int, 258), 448, 16384, None, "tokens, 256 bytes and 2 special ones included")),
     "target": (
         ("minutes", SOME, 15.0, 45.0, None, "of the whole run, benchmark included"),
         ("layers", COUNT, 8, 12, None, "of the target"),
@@ -834,13 +812,12 @@ FLAGS = {
         ("epochs", SOME, None, None, 6, "instead of --minutes"),
         ("drafter_lr", RATE, [0.03, 4e-3], [0.02, 3e-3], [None, 6e-4], "as --target-lr")),
     "benchmark": (
-        ("prompts", COUNT, 8, "at most so many a domain"),),
-    "": (
-        ("checkpoint_seconds", number(float, 0), 60, "between two checkpoints"),)}
+        ("prompts", COUNT, 8, "at most so many a domain"),)}
 # What else a stage's result depends on, beside that of the stages before it.
 BESIDES = {"tokenizer": ["corpus"], "responses": ["target", "weights", "prompts_from", "cuts"],
            "drafter": ["mask_token"]}
-STAGES = {stage: [*(name for name, *_ in flags), *BESIDES.get(stage, [])] for stage, flags in FLAGS.items()}
+OWN = ([name for name, *_ in flags] + BESIDES.get(stage, []) for stage, flags in FLAGS.items())
+STAGES = dict(zip(FLAGS, itertools.accumulate(OWN)))         # and what the stages before it depend on
 
 
 def parser():
@@ -858,6 +835,7 @@ def parser():
         "template, as enable_thinking=false; the drafter remembers them")
     add("--rendered", action="store_true", help="--target: in prompts special tokens count as such")
     add("--skip-bad", action="store_true", help="--target: go on without prompts that can't be used")
+    add("--checkpoint-seconds", type=number(float, 0), default=60, metavar="N", help="between two (60)")
     add("--resume", action="store_true", help="go on with an interrupted run")
     add("--device", help="cpu, cuda (default: cuda where there is one)")
     add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile the training steps (default: "
@@ -880,25 +858,24 @@ def parse(argv=None):
     much."""
     args = parser().parse_args(argv)
     args.device, args.chat_options = find_device(args.device), parse_options(args.chat_options)
-    args.cuts = {"top_k": args.top_k or None, "top_p": args.top_p}
     args.preset = args.preset or ("gpu" if args.device.type == "cuda" else "cpu")
     args.target = args.target and str(Path(args.target).resolve())
-    counted = args.drafter_steps or args.minutes                                 # instead of --epochs
+    preset = PRESETS.index("target" if args.target else args.preset)
     for name, _, *values, _ in itertools.chain(*FLAGS.values()):
-        if getattr(args, name) is None and not (name == "epochs" and counted):
-            preset = PRESETS.index("target" if args.target else args.preset)
-            setattr(args, name, (values * 3)[preset] if len(values) == 1 else values[preset])
+        if getattr(args, name) is None and not (name == "epochs" and args.minutes):
+            setattr(args, name, values[preset % len(values)])
+    folder = args.target or Path(args.out) / "target"
+    args.cuts = choose_sampling(folder, args.temperatures, args.top_k, args.top_p)
     if args.target:
-        if args.responses_from == "corpus" or args.claims:
-            raise UserError("--responses-from corpus and --claims need a target that train.py has trained on "
-                            "--data: leave --target out")
-        return args
-    if args.prompt_tokens + args.response_tokens > ModelConfig.max_position_embeddings:
-        raise UserError("--prompt-tokens and --response-tokens together exceed the target's "
-                        f"{ModelConfig.max_position_embeddings} positions")
-    if args.heads % args.kv_heads or args.hidden_size % args.heads or args.hidden_size // args.heads % 2:
-        raise UserError(f"--hidden-size {args.hidden_size}, --heads {args.heads}, --kv-heads {args.kv_heads} "
-                        "don't fit: heads must be a multiple of kv-heads, hidden-size an even one of heads")
+        check(args.responses_from == "target" and not args.claims, "--target", args.target, "--claims and "
+              "--responses-from corpus need a target that train.py has trained on --data: leave it out")
+    else:
+        tokens, most = args.prompt_tokens + args.response_tokens, ModelConfig.max_position_embeddings
+        check(tokens <= most, "--prompt-tokens + --response-tokens", tokens, f"the target reads {most}")
+        sizes = args.hidden_size, args.heads, args.kv_heads
+        bad = args.heads % args.kv_heads or args.hidden_size % (2 * args.heads)
+        check(not bad, "--hidden-size, --heads, --kv-heads", sizes, "heads must be a multiple of kv-heads, "
+              "hidden-size an even one of heads")
     return args
 
 
@@ -906,34 +883,33 @@ def main(argv=None):
     args = parse(argv)
     run = Run(args)
     if args.target:
-        target, tokenizer, prompts = pretrained_target(run, args)
+        target, tokenizer, prompts, test_prompts = pretrained_target(run, args)
         args.mask_token = str(pick_mask_token(tokenizer, target.config.vocab_size, args.mask_token, prompts))
     else:
-        tokenizer, ids, heldout = make_text(run, args)
+        tokenizer, ids, heldout, test_prompts = make_text(run, args)
         pick_mask_token(tokenizer, tokenizer.vocab_size, args.mask_token)       # refused now, not after hours
         target = train_target(run, args, tokenizer, ids, heldout)
         prompts = random_rows(ids, args.prompt_tokens, args.responses, generator(args.seed, 2)).tolist()
     if args.claims:
         responses = make_responses(run, args, target, tokenizer, prompts)
-        measure_claims(run, args, target, tokenizer, responses, corpus_rows(args, ids))
+        measure_claims(run, args, target, tokenizer, test_prompts, responses, corpus_rows(args, ids))
     else:
         data = (corpus_rows(args, ids) if args.responses_from == "corpus" else
                 make_responses(run, args, target, tokenizer, prompts))
         drafter = train_drafter(run, args, target, tokenizer, *data)
         if args.drafter == "dflash" and not run.is_done(args, "benchmark"):
             if run.main:
-                bench(run, args, target, drafter, tokenizer)
-            run.finish("benchmark")
+                bench(run, args, target, drafter, tokenizer, test_prompts)
+            run.finish()
     if run.world > 1:
         dist.destroy_process_group()
 
 
-def bench(run, args, target, drafter, tokenizer):
+def bench(run, args, target, drafter, tokenizer, prompts):
     if run.device.type == "cuda" and run.bfloat16:             # as users would; decode.py has --dtype float32
         target, drafter = target.to(torch.bfloat16), drafter.to(torch.bfloat16)
-    seconds = run.seconds_for("benchmark") if run.minutes else None
+    seconds = run.seconds_left() if run.minutes else None
     tokens = 192 if seconds is None or seconds > 60 else 64
-    prompts = read_prompts(run.out / "heldout.jsonl", tokenizer, args.prompt_tokens, args.prompts)
     run_benchmark(run.out, target, {"dflash": drafter}, prompts, seconds=seconds, **args.cuts,
                   max_new_tokens=min(tokens, args.response_tokens), stop_ids=stop_tokens(target, tokenizer))
 
