@@ -36,7 +36,7 @@ from kernels import Stopwatch, as_one, has_compiler
 from model import (COUNT, DTYPES, KVCache, Parser, Sampling, Tokenizer, Transformer, UserError, bars,
                    check_prompts, choose_sampling, device_name, distinct4, encode_prompt, exponential_noise,
                    find_device, median, number, parse_options, read_optional, read_prompts, run_command,
-                   stop_tokens, stream_keys, table, write_json)
+                   stream_keys, table, write_json)
 
 # Tokens of a prompt that are read at once: the mask, PREFILL x context, should not outgrow a CPU's cache
 PREFILL = 512
@@ -615,7 +615,7 @@ def main(argv=None):
     budget = (0 if chain else TREE_BUDGET) if args.tree_budget is None else args.tree_budget
     block_size = (None if args.show else "auto") if args.block_size is None else args.block_size
     how = {"block_size": block_size, "tree_budget": budget or None,
-           "max_new_tokens": args.max_new_tokens, "stop_ids": stop_tokens(target, tokenizer),
+           "max_new_tokens": args.max_new_tokens, "stop_ids": tokenizer.eos_ids,
            "denoise_steps": args.denoise_steps, "seed": args.seed, "compile": args.compile,
            **choose_sampling(folder, temperatures, args.top_k, args.top_p)}
     if args.bench:

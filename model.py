@@ -917,10 +917,6 @@ def check_prompts(config, prompts, max_new_tokens):
               f"empty, or with {max_new_tokens} new tokens more than max_position_embeddings = {most}")
 
 
-def stop_tokens(target, tokenizer):
-    return {*as_list(target.config.eos_token_id), *tokenizer.eos_ids}
-
-
 # ---- what the command lines share --------------------------------------------------------------------------
 
 class Parser(argparse.ArgumentParser):

@@ -39,7 +39,7 @@ from kernels import allow_recompiling, has_compiler
 from model import (CODE_PATTERN, COUNT, MLP, DecoderLayer, Entry, ModelConfig, Parser, RMSNorm, Tokenizer,
                    Transformer, UserError, atomic_write, check, choose_sampling, encode_entries, find_device,
                    is_count, number, parse_options, read_entries, read_json, read_optional, read_prompts,
-                   read_text, reading, run_command, stop_tokens, write_json, write_text)
+                   read_text, reading, run_command, write_json, write_text)
 
 FEATURE_CACHE = 2**32    # bytes of what the target makes of the responses; more is computed anew at each step
 
@@ -106,7 +106,6 @@ def make_responses(run, args, target, tokenizer, prompts):
     folder, B = run.out / "responses", args.response_batch
     if not run.is_done(args, "responses"):
         run.begin()
-        stop_ids = stop_tokens(target, tokenizer)
         if run.bfloat16 and target.dtype != torch.bfloat16:
             target = copy.deepcopy(target).to(torch.bfloat16)                    # half the bytes to stream
         prompts = prompts[:args.responses]
@@ -120,7 +119,7 @@ def make_responses(run, args, target, tokenizer, prompts):
         with run.bar(len(parts) * B * args.response_tokens, "responses", "token") as bar:
             for n, part in enumerate(parts):
                 if n % run.world == run.rank:
-                    decode_part(args, target, part, n, folder, stop_ids)
+                    decode_part(args, target, part, n, folder, tokenizer.eos_ids)
                 bar.update(B * args.response_tokens)
         idle.clear()                                                             # caches for many rows
         run.finish()
@@ -731,7 +730,7 @@ def measure(run, args, target, tokenizer, drafter, prompts):
     if args.reveal:
         methods["two steps"] = {"drafter": drafter, "denoise_steps": 2}
     rows = benchmark(target, methods, prompts, (0.0,), max_new_tokens=min(192, args.response_tokens),
-                     stop_ids=stop_tokens(target, tokenizer))
+                     stop_ids=tokenizer.eos_ids)
     found = {row["method"]: {key: row[key] for key in ("tau", "speedup", "identical")}
              for row in rows[-len(methods):]}                                    # over all domains
     prompt = next(iter(prompts.values()))[0]
@@ -911,7 +910,7 @@ def bench(run, args, target, drafter, tokenizer, prompts):
     seconds = run.seconds_left() if run.minutes else None
     tokens = 192 if seconds is None or seconds > 60 else 64
     run_benchmark(run.out, target, {"dflash": drafter}, prompts, seconds=seconds, **args.cuts,
-                  max_new_tokens=min(tokens, args.response_tokens), stop_ids=stop_tokens(target, tokenizer))
+                  max_new_tokens=min(tokens, args.response_tokens), stop_ids=tokenizer.eos_ids)
 
 
 if __name__ == "__main__":
