@@ -124,7 +124,7 @@ class Decoder:
         if noise is not None:
             noise = rows_at(noise, drafts.depth)      # a node draws with the noise of the token behind it
         draws = self.sampling.draw(self.target.logits(hidden), noise)            # (B, n)
-        length, path = accept(drafts, draws)
+        length, path = accept(drafts, draws)        # a draw on the path is the next draft kept, or the bonus
         self.caches[0].move(anchor_at + path, anchor_at + order)
         self.commit(draws.gather(1, path), length, rows_at(features, path))
 
@@ -143,7 +143,7 @@ class Decoder:
         self.lengths.index_copy_(0, self.num_cycles, length[None])
         self.num_cycles += 1
         self.anchor_at.copy_(torch.minimum(self.anchor_at + length, self.last_at))
-        self.last_at.copy_(self.anchor_at.where(first_stop < n, self.last_at))
+        self.last_at.copy_(torch.where(first_stop < n, self.anchor_at, self.last_at))    # the row ends here
 
     def anchor(self):
         return self.text.gather(1, self.anchor_at[:, None])                         # (B, 1)
@@ -272,7 +272,7 @@ class Auto:
         self.lost, self.num_drafts = 0.0, 0     # plain cycles lost a cycle with drafts; how many of these
         self.plain_cycles = 2                   # still to run before the next draft; at first, to time them
         self.patience = 8                       # plain cycles for each one lost; grows while drafts lose
-        self.size = None                        # chosen
+        self.size, self.expected = None, None   # chosen, and the tokens expected of it
         self.before = None                      # the cycle before: tokens read, milliseconds
 
     def cost(self, n):
@@ -299,11 +299,11 @@ class Auto:
         """What a cycle took (None: it compiled or captured) and how many tokens it kept."""
         self.plain_cycles -= n == 1
         if ms and self.before and self.before[0] != n:
-            m, ms_before = self.before
+            n_before, ms_before = self.before
             if n == 1:
-                self.ratios[m].append(ms_before / ms)
+                self.ratios[n_before].append(ms_before / ms)
             else:
-                self.ratios[n].append(ms / ms_before * (1.0 if m == 1 else self.cost(m)))
+                self.ratios[n].append(ms / ms_before * (1.0 if n_before == 1 else self.cost(n_before)))
         self.before = (n, ms) if ms else None
         if n > 1 and ms:
             self.num_drafts += 1
@@ -420,7 +420,7 @@ def benchmark(target, methods, prompts, temperatures=(0.0, 1.0), seed=0, seconds
     """Plain decoding and every other method on the same prompts, one at a time, in turn, in one run.
 
     methods: {name: keywords of `speculative`, drafter among them}; prompts: {domain: rows of ids}, of which
-    as many are decoded as fit into `seconds` (None: all), two a domain at least; how: further keywords.
+    as many are decoded as fit into `seconds` (None: all), two a domain at least; how: keywords of all.
     Times are whole calls, prefill included: ms_per_token is the median over calls, speedup the median over
     calls of (plain ms a token / this ms a token). Returns the report's rows.
     """
@@ -428,7 +428,7 @@ def benchmark(target, methods, prompts, temperatures=(0.0, 1.0), seed=0, seconds
     first = next(iter(prompts.values()))[0]
     # Warm-up: compilation, allocation, what auto learns.
     for temperature, way in itertools.product(temperatures, [*methods.values()] * 2):
-        speculative(target, prompts=[first], temperature=temperature, seed=[seed], **way, **how)
+        speculative(target, prompts=[first], temperature=temperature, seed=[seed], **how | way)
     runs, warm = defaultdict(list), time.monotonic()                             # Generations
     with tqdm(total=sum(map(len, prompts.values())), desc="benchmark", unit="prompt") as bar:
         for i in range(max(map(len, prompts.values()))):
@@ -439,7 +439,7 @@ def benchmark(target, methods, prompts, temperatures=(0.0, 1.0), seed=0, seconds
                 for temperature, (name, way) in itertools.product(temperatures, methods.items()):
                     runs[temperature, domain, name].append(speculative(
                         target, prompts=[prompts[domain][i]], temperature=temperature, seed=[seed + i],
-                        **way, **how))
+                        **how | way))
                 bar.update()
     domains = {domain: [domain] for domain in prompts} | ({"all": [*prompts]} if len(prompts) > 1 else {})
     rows = []
@@ -505,17 +505,19 @@ def run_benchmark(out, target, drafters, prompts, *, temperatures=(0.0, 1.0), bl
     methods = {}
     for name, drafter in drafters.items():
         size, budget = None if block_size == "auto" else block_size, None if drafter.in_turn else tree_budget
-        methods[name] = {"drafter": drafter, "block_size": size}
+        own = {"drafter": drafter, "denoise_steps": 1 if drafter.in_turn else how.get("denoise_steps", 1)}
+        methods[name] = {**own, "block_size": size}
         if budget:
-            methods[f"{name} tree"] = {"drafter": drafter, "block_size": size, "tree_budget": budget}
+            methods[f"{name} tree"] = {**own, "block_size": size, "tree_budget": budget}
         if block_size == "auto":
-            methods[f"{name} auto"] = {"drafter": drafter, "block_size": "auto", "tree_budget": budget}
+            methods[f"{name} auto"] = {**own, "block_size": "auto", "tree_budget": budget}
     file = Path(out) / "report.json"
     claims = read_optional(file).get("claims")                                   # measured before, they stay
     results = benchmark(target, methods, prompts, temperatures, **how)
     report = {"device": device_name(target.device), "dtype": str(target.dtype).removeprefix("torch."),
               "torch": torch.__version__, "max_new_tokens": how["max_new_tokens"], "block_size": block_size,
-              "tree_budget": tree_budget, "results": results}
+              "tree_budget": tree_budget, "results": results, **({"claims": claims} if claims else {})}
+    write_json(file, report)
     print(table(results))
     # Of all domains together.
     for row in (row for row in results if row["domain"] == results[-1]["domain"] and row["draft_ms"]):
@@ -526,7 +528,7 @@ def run_benchmark(out, target, drafters, prompts, *, temperatures=(0.0, 1.0), bl
         report["sweep"] = {name: sweep(target, d, texts, compile=compile) for name, d in drafters.items()}
         for name, found in report["sweep"].items():
             print(*(f"\n{name}: {key}\n{table(rows)}" for key, rows in found.items()), sep="\n")
-    write_json(file, report | ({"claims": claims} if claims else {}))
+        write_json(file, report)
 
 
 # ---- command line ------------------------------------------------------------------------------------------

@@ -181,7 +181,7 @@ class DFlashDrafter(Drafter):
             theirs = theirs.state_dict()
             for name, parameter in layer.named_parameters():
                 value = theirs.get(name, parameter).to(parameter)
-                # Columns that read more than the target's (EAGLE-3's: embeddings) come first and start small.
+                # EAGLE-3 has columns that the target lacks, for embeddings: they come first and start small.
                 small = 0.1 * parameter[..., value.shape[-1]:]
                 parameter.copy_(torch.cat((small, value), -1))
         self.norm.weight.copy_(target.model.norm.weight)
@@ -309,8 +309,8 @@ def sample_anchors(trainable, num_anchors, block_size, generator, choice="random
 
 
 def default_gamma(block_size):
-    """7 / 5 / 4 for block 16 / 10 / 8, as in the paper; between and beyond, a line through them."""
-    return {16: 7.0, 10: 5.0, 8: 4.0}.get(block_size, 1.0 + 0.375 * block_size)
+    """7 / 5 / 4 for block 16 / 10 / 8, as in the paper; between and beyond, the line through 7 and 4."""
+    return 5.0 if block_size == 10 else 1.0 + 0.375 * block_size
 
 
 def training_blocks(batch, block_size, mask_token_id, gamma):
@@ -359,7 +359,8 @@ class BaselineDrafter(Drafter):
     def draft(self, target, text, features, anchor_at, block_size, cache, sample, steps=1):
         """As DFlashDrafter.draft, in block_size - 1 passes, of which each reads what the one before has
         drafted."""
-        # A pass that reads the token at its own position (ahead = 0) reads the anchor too.
+        # EAGLE-3's first pass ends before the anchor, which it reads as the token ahead; a draft model's ends
+        # with the anchor.
         positions = last_positions(anchor_at + 1 - self.ahead, block_size + 1 - self.ahead)
         hidden, ids = self.fc(rows_at(features, positions)), text.gather(1, positions + self.ahead)
         logits = []

@@ -900,7 +900,8 @@ def read_prompts(file, tokenizer, prompt_tokens, per_domain, **how):
         ids = tokenizer.encode(read_text(file))
         step = max(prompt_tokens, len(ids) // per_domain)
         starts = range(0, len(ids) - prompt_tokens + 1, step)
-        prompts[domain] = [ids[i:i + prompt_tokens] for i in starts]
+        bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+        prompts[domain] = [bos + ids[i:i + prompt_tokens] for i in starts]
     check(any(prompts.values()), "--prompt-tokens", prompt_tokens, f"no text in {file} has so many tokens")
     return {domain: rows[:per_domain] for domain, rows in prompts.items()}
 

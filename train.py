@@ -428,7 +428,7 @@ class Run:
         self.wait()                                                        # all have looked before one writes
         done, number, made_with = (self.record[key] for key in new)
         good = isinstance(done, bool) and isinstance(made_with, dict) and (number is None or is_count(number))
-        check(good, f"{file}: content", self.record, "damaged; delete the file to start this stage again")
+        check(good, f"{file}: content", self.record, "damaged; use another --out, or delete the folder")
         for field in {**settings, **made_with}:
             if made_with.get(field) != settings.get(field):
                 raise UserError(f"{self.out} holds a {self.name} made with {field} = {made_with.get(field)}, "
@@ -506,8 +506,8 @@ def find_entries(paths, suffixes):
         check(path.exists(), "--data", str(path), "no such file or folder; it takes text files and folders")
         names = sorted(p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file())
         names = [n for n in names if not regex.search(r"(^|/)(\.|site-packages/)", n)]
-        files, found = [path / n for n in names if n.endswith(tuple(suffixes or [""]))] or [path], []
-        for file in files:
+        found, inside = [], [path / n for n in names if n.endswith(tuple(suffixes or [""]))]
+        for file in inside or [path]:
             if file.suffix == ".jsonl" or file == path and file.suffix == ".json":
                 found += read_entries(file)
                 continue
@@ -655,8 +655,9 @@ def pretrained_target(run, args):
     check(training and heldout, "--data", args.data, f"too few prompts of at most {room} tokens "
           "(--sequence-length less --response-tokens): one to learn from and one to hold out, at least")
     prompts = [ids for _, ids in training]
-    files = sorted((file.name, file.stat().st_size) for file in Path(args.target).glob("*.safetensors"))
-    args.weights = fingerprint([str(files), (Path(args.target) / "config.json").read_text()])
+    files = sorted(Path(args.target).glob("*.safetensors"))
+    ends = [str(np.memmap(file, mode="r")[-2**16:].tobytes()) for file in files]       # a fine-tune's differ
+    args.weights = fingerprint([*ends, (Path(args.target) / "config.json").read_text()])
     args.prompts_from = fingerprint([str(prompts)])
     rendered = {"rendered": True} if args.rendered else {}
     test_prompts = write_heldout(run, args, tokenizer, [{**rendered, **entry} for entry, _ in heldout])
@@ -714,7 +715,7 @@ def measure_claims(run, args, target, tokenizer, prompts, responses, corpus):
         steps.setdefault(name, here.record["number"])
         file = here.out / "result.json"
         if run.main and not file.exists():
-            write_json(file, measure(run, mine, target, tokenizer, drafter, prompts))
+            write_json(file, measure(mine, target, tokenizer, drafter, prompts))
         run.wait()
         for key, result in read_json(file).items():
             found[name if key == "one step" else key].append(result)
@@ -723,7 +724,7 @@ def measure_claims(run, args, target, tokenizer, prompts, responses, corpus):
         print(show_claims(found))
 
 
-def measure(run, args, target, tokenizer, drafter, prompts):
+def measure(args, target, tokenizer, drafter, prompts):
     """{"one step": tau, speedups and the cost of drafting}; of a drafter that has learned more, "two steps"
     too."""
     methods = {"one step": {"drafter": drafter}, "auto": {"drafter": drafter, "block_size": "auto"}}
@@ -813,10 +814,10 @@ FLAGS = {
     "benchmark": (
         ("prompts", COUNT, 8, "at most so many a domain"),)}
 # What else a stage's result depends on, beside that of the stages before it.
-BESIDES = {"tokenizer": ["corpus"], "responses": ["target", "weights", "prompts_from", "cuts"],
-           "drafter": ["mask_token"]}
+BESIDES = {"tokenizer": ["corpus"], "target": ["float32"], "drafter": ["mask_token"],
+           "responses": ["target", "weights", "prompts_from", "cuts"]}
 OWN = ([name for name, *_ in flags] + BESIDES.get(stage, []) for stage, flags in FLAGS.items())
-STAGES = dict(zip(FLAGS, itertools.accumulate(OWN)))         # and what the stages before it depend on
+STAGES = dict(zip(FLAGS, itertools.accumulate(OWN)))         # lists add up: a stage's, behind those before it
 
 
 def parser():
@@ -863,6 +864,9 @@ def parse(argv=None):
     for name, _, *values, _ in itertools.chain(*FLAGS.values()):
         if getattr(args, name) is None and not (name == "epochs" and args.minutes):
             setattr(args, name, values[preset % len(values)])
+    for name in ("target_lr", "drafter_lr"):
+        rates = getattr(args, name)
+        check(rates is None or rates[1] is not None, f"--{name.replace('_', '-')}", rates, "AdamW needs one")
     folder = args.target or Path(args.out) / "target"
     args.cuts = choose_sampling(folder, args.temperatures, args.top_k, args.top_p)
     if args.target:
