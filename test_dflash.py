@@ -14,10 +14,10 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial, reduce
+from functools import cache, partial, reduce
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
+from statistics import mean
 
 import pytest
 import regex
@@ -33,7 +33,7 @@ import kernels
 import model
 import train
 from decode import autoregressive, speculative
-from drafter import (ARDrafter, DFlashDrafter, Eagle3Drafter, TrainingBatch, default_gamma, default_taps,
+from drafter import (DRAFTERS, ARDrafter, DFlashDrafter, TrainingBatch, default_gamma, default_taps,
                      load_drafter, pick_mask_token, sample_anchors)
 from model import (CODE_PATTERN, Entry, KVCache, ModelConfig, Tokenizer, Transformer, UserError,
                    encode_entries, parse_options, read_entries, read_json, write_json)
@@ -59,32 +59,22 @@ SIZES = dict(hidden_size=32, intermediate_size=48, num_attention_heads=4, num_ke
              max_position_embeddings=512)
 
 
-def make_pair(vocab=61, layers=6, mask=60, block_size=8, injection="kv", **config):
-    """A random target and a random drafter for it."""
+def make_pair(kind="dflash", vocab=61, layers=6, block_size=8, **config):
+    """A random target and a random drafter for it. kind: a method, or "input": DFlash with that injection.
+    Of few tokens a random draft is often kept."""
     config = ModelConfig(**SIZES | dict(vocab_size=vocab, num_hidden_layers=layers) | config)
     target = random_weights(Transformer(config), 0)
-    drafter = DFlashDrafter.for_target(target, num_layers=2, block_size=block_size, mask_token_id=mask,
-                                       injection=injection)
-    return target, random_weights(drafter, 1)
+    drafter = DRAFTERS.get(kind, DFlashDrafter).for_target(
+        target, num_layers=2, block_size=block_size, mask_token_id=vocab - 1,
+        injection="input" if kind == "input" else "kv")
+    return target, random_weights(drafter, 12)
 
 
-BASELINES = {"eagle3": Eagle3Drafter, "ar": ARDrafter}
-
-
-def make_baseline(kind, target, block_size=5, seed=7):
-    drafter = BASELINES[kind].for_target(target, num_layers=2, block_size=block_size)
-    return random_weights(drafter, seed)
-
-
-def few_tokens(kind, layers=4):
-    """A target of so few tokens that a random drafter's drafts are often kept."""
-    target, drafter = make_pair(vocab=5, mask=4, layers=layers)
-    return target, make_baseline(kind, target, seed=12) if kind in BASELINES else drafter
+BASELINES = ("eagle3", "ar")
 
 
 def tau(out):
-    lengths = sum(out.acceptance_lengths, [])
-    return sum(lengths) / len(lengths)
+    return mean(sum(out.acceptance_lengths, []))
 
 
 def fails(call, *words):
@@ -93,6 +83,16 @@ def fails(call, *words):
         call()
     message = str(error.value)
     assert "\n" not in message and all(word in message for word in words), message
+
+
+def refused(open, file, *changes):
+    """open() fails, with these words (none: the fields' names), where fields of its JSON file are others.
+    changes: ({field: value}, *words)"""
+    whole = read_json(file)
+    for fields, *words in changes:
+        write_json(file, {**whole, **fields})
+        fails(open, file.name, *words or fields)
+    write_json(file, whole)
 
 
 def training_batch(ids, features, anchors, trainable=None, valid=None, hidden=None, block_size=8):
@@ -139,21 +139,18 @@ def no_code_generation(monkeypatch):
     compile = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, dynamic=None, options=None: compile(
         function, dynamic=dynamic, backend="aot_eager"))
-    for cached in (kernels.compiled, kernels.compiled_step):
-        cached.cache_clear()
+    for name in ("compiled", "compiled_step"):  # without what others have compiled
+        monkeypatch.setattr(kernels, name, cache(getattr(kernels, name).__wrapped__))
     yield
-    for cached in (kernels.compiled, kernels.compiled_step):
-        cached.cache_clear()
     torch._dynamo.reset()
 
 
-def graphs_compiled(steps):
-    """How many graphs each call adds."""
-    counts = [torch._dynamo.utils.counters["stats"]["unique_graphs"]]
-    for step in steps:
-        step()
-        counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    return [b - a for a, b in zip(counts, counts[1:])]
+def graphs_compiled(step):
+    """How many graphs the call adds."""
+    stats = torch._dynamo.utils.counters["stats"]
+    before = stats["unique_graphs"]
+    step()
+    return stats["unique_graphs"] - before
 
 
 # ---- kernels.py --------------------------------------------------------------------------------------------
@@ -214,7 +211,7 @@ def test_flex_attention_equals_dense_forward_and_backward_on_cuda(name):
 # ---- model.py ----------------------------------------------------------------------------------------------
 
 def test_cached_passes_equal_one_pass_for_ragged_rows():
-    target, _ = make_pair()
+    (target, _), after = make_pair(), []
     ids = torch.randint(61, (3, 30), generator=torch.Generator().manual_seed(0))
     lengths = torch.tensor([4, 9, 1])
     with torch.no_grad():
@@ -226,14 +223,9 @@ def test_cached_passes_equal_one_pass_for_ragged_rows():
             found = torch.cat(target(ids.gather(1, at), at, cache, (1, 3)), -1)
             assert_close(found, expected[torch.arange(3)[:, None], at], atol=1e-5, rtol=1e-5)
             lengths = lengths + torch.tensor([3, 1, 2])  # a rollback is a smaller step
-
-
-def test_taps_are_the_residual_stream_after_the_layer():
-    (target, _), after = make_pair(layers=4), []
-    for layer in target.model.layers:
-        layer.register_forward_hook(lambda module, args, out: after.append(out))
-    _, features = target(torch.arange(10)[None], taps=(0, 2))
-    assert_close(features, torch.cat((after[0], after[2]), -1))
+    for layer in (1, 3):  # taps are the residual stream after a layer
+        target.model.layers[layer].register_forward_hook(lambda module, args, out: after.append(out))
+    assert_close(target(ids, taps=(1, 3))[1], torch.cat(after, -1))
 
 
 def test_taps_are_distinct():
@@ -287,13 +279,12 @@ def test_logits_equal_transformers(kind, tmp_path):
 
 
 def test_old_and_new_configs_say_the_same():
-    base = {"model_type": "llama", "tie_word_embeddings": False, **HF_SIZES}
-    read = lambda **more: ModelConfig.from_dict({**base, **more})
+    read = lambda **more: ModelConfig.from_dict({"model_type": "llama", **HF_SIZES, **more})
     scaling = {"type": "yarn", "factor": 4.0, **PLACES}
     new, plain = {"rope_theta": 1e6, **YARN}, {"rope_type": "default", "rope_theta": 1e6}
     old = read(rope_theta=1e6, rope_scaling=scaling)
-    assert old.rope_scaling["rope_type"] == "yarn"
     assert (old.rope_theta, old.num_key_value_heads, old.head_dim) == (1e6, 4, 16)
+    assert old.rope_scaling["rope_type"] == "yarn"
     for raw in (old.to_dict(), dict(rope_theta=1e6, rope_scaling=YARN), dict(rope_parameters=new),
                 # rope_parameters count, as in transformers
                 dict(rope_theta=None, rope_parameters=new), dict(rope_theta=5.0, rope_parameters=new),
@@ -303,8 +294,8 @@ def test_old_and_new_configs_say_the_same():
     assert read(model_type="qwen3").head_dim == 128  # as transformers has it where the file says nothing
     assert read(rope_scaling=None, head_dim=None).rope_scaling is None
     assert read(rope_theta=None, rope_parameters=plain).rope_theta == 1e6
-    scaling["factor"] = 8.0
-    fails(lambda: read(rope_scaling=scaling, rope_parameters=new), "rope_scaling", "another")
+    other = {**scaling, "factor": 8.0}
+    fails(lambda: read(rope_scaling=other, rope_parameters=new), "rope_scaling", "another")
 
 
 def test_distinct4_tells_loops_from_text():
@@ -313,37 +304,39 @@ def test_distinct4_tells_loops_from_text():
 
 
 def test_damaged_files_are_named_before_any_work(tmp_path):
-    file = tmp_path / "config.json"
-    for text in ("[]", "[[1, 2]]", "5"):
-        file.write_text(text)
-        fails(lambda: model.read_json(file), "config.json", "no JSON object")
+    opened = partial(Tokenizer.from_pretrained, tmp_path)
+    fails(opened, "tokenizer.json: cannot be read")
+    for name, call, *texts in (
+            ("config.json", partial(Transformer.from_pretrained, tmp_path), "{", "[]", "[[1, 2]]", "5"),
+            ("tokenizer.json", opened, "{", "[]", ""),
+            ("report.json", partial(decode.run_benchmark, tmp_path, None, {}, {}, max_new_tokens=1), "x")):
+        for text in texts:
+            (tmp_path / name).write_text(text)
+            fails(call, f"{name}: ")
     for own, options in ((3, {}), ({"chat_options": None}, {}), ({"chat_options": {"a": 1}}, {"a": 1})):
-        write_json(file, {"dflash_config": own})
+        write_json(tmp_path / "config.json", {"dflash_config": own})
         assert drafter_module.remembered_options(tmp_path) == options
-    (tmp_path / "report.json").write_text("x")
-    fails(lambda: decode.run_benchmark(tmp_path, None, {}, {}, max_new_tokens=1), "report.json")
 
 
-def same(a, b):
-    """Of two models: the same configuration and dtype, and the same weights under the same names."""
-    a, b = ((module.config, module.dtype, {name: p.tolist() for name, p in module.named_parameters()})
-            for module in (a, b))
-    return a == b
+def assert_same(a, b):
+    """Of two models: type, configuration and dtype, and the same weights under the same names."""
+    assert (type(a), a.config, a.dtype) == (type(b), b.config, b.dtype)
+    assert_close(a.state_dict(), b.state_dict(), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
-def test_what_was_saved_opens_and_decodes(dtype, tmp_path):
-    target, dflash = make_pair(tie_word_embeddings=dtype != torch.bfloat16)
+def test_what_was_saved_opens_and_decodes(kind, dtype, tmp_path):
+    target, drafter = make_pair(kind, tie_word_embeddings=dtype != torch.bfloat16)
     target.to(dtype).save_pretrained(tmp_path / "target")
-    again = Transformer.from_pretrained(tmp_path / "target")
-    assert same(again, target) and again.dtype == dtype
+    drafter.to(dtype).save_pretrained(tmp_path / "drafter")
+    target_again = Transformer.from_pretrained(tmp_path / "target")
+    drafter_again = load_drafter(tmp_path / "drafter", target_again)
+    assert_same(target_again, target)
+    assert_same(drafter_again, drafter)
     assert Transformer.from_pretrained(tmp_path / "target", dtype=torch.float32).dtype == torch.float32
-    for drafter in (dflash, *(make_baseline(kind, target) for kind in BASELINES)):
-        drafter.to(dtype).save_pretrained(tmp_path / drafter.method)
-        drafter_again = load_drafter(tmp_path / drafter.method, again)
-        assert type(drafter_again) is type(drafter) and same(drafter_again, drafter)
-        out = speculative(again, drafter_again, PROMPTS, 12, temperature=1.0, seed=0)
-        assert [len(row) for row in out.tokens] == [12] * len(PROMPTS)
+    out = speculative(target_again, drafter_again, PROMPTS, 12, temperature=1.0, seed=0)
+    assert [len(row) for row in out.tokens] == [12] * len(PROMPTS)
     assert not list(tmp_path.rglob("*.tmp"))
 
 
@@ -395,16 +388,21 @@ def build(kind, folder):
     return hf.Tokenizer.from_file(str(file))
 
 
-def same_ids(ours, theirs, n=400):
+def same_elsewhere(ours, folder):
+    """The tokenizers library and transformers make the same ids with the folder's files."""
+    theirs = pytest.importorskip("tokenizers").Tokenizer.from_file(str(folder / "tokenizer.json"))
     rnd = random.Random(1)
     for text in [TEXT, "", *("".join(rnd.choices(atoms, k=rnd.randint(1, 12)))
-                             for atoms in (ATOMS, " \n\r\ta1'!é") for _ in range(n))]:
+                             for atoms in (ATOMS, " \n\r\ta1'!é") for _ in range(400))]:
         for special in (True, False):
             theirs.encode_special_tokens = not special
             ids = theirs.encode(text, add_special_tokens=False).ids
             assert ours.encode(text, special=special) == ids, (special, text)
         if "é!" not in ours.decode(ids):  # the library decodes an added é as the single byte E9
             assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=False)
+    auto, text = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder), TEXT + "<|eot|>"
+    assert auto.eos_token_id == ours.eos_id
+    assert auto(text, add_special_tokens=False).input_ids == ours.encode(text, special=True)
 
 
 @pytest.mark.parametrize("kind", PATTERNS)
@@ -413,7 +411,6 @@ def test_ids_equal_the_library(kind, tmp_path):
     eos, bos = map(theirs.token_to_id, ("<|eot|>", "<|im_start|>"))
     write_json(tmp_path / "generation_config.json", {"eos_token_id": [eos, 1]})
     ours = Tokenizer.from_pretrained(tmp_path)
-    same_ids(ours, theirs)
     assert (ours.eos_id, ours.bos_id) == (eos, bos if kind == "llama3" else None)
     assert ours.vocab_size == max(theirs.get_vocab(True).values()) + 1
     assert not set(ours.encode("<|eot|><|im_start|><|im")) & set(ours.special_ids.values())
@@ -421,11 +418,8 @@ def test_ids_equal_the_library(kind, tmp_path):
         assert ours.decode(ours.encode(text)) == text  # tiktoken alone gives up on the spaces
     ours.save_pretrained(tmp_path / "again")
     again = Tokenizer.from_pretrained(tmp_path / "again")
-    assert (again.data, again.eos_id) == (ours.data, ours.eos_id)
-    auto = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(tmp_path / "again")
-    assert auto.eos_token_id == ours.eos_id
-    text = TEXT + "<|eot|>"
-    assert auto(text, add_special_tokens=False).input_ids == ours.encode(text, special=True)
+    assert again.data == ours.data == read_json(tmp_path / "tokenizer.json") and again.eos_id == eos
+    same_elsewhere(ours, tmp_path / "again")
 
 
 MERGES = train_bpe([TEXT * 2], 420, CODE_PATTERN)
@@ -453,7 +447,6 @@ def test_trainer_equals_a_naive_one(text, size):
 
 def test_our_own_tokenizer_round_trips_and_opens_elsewhere(tmp_path):
     ours = Tokenizer.from_merges(train_bpe([TEXT], 400, CODE_PATTERN))
-    ours.save_pretrained(tmp_path)
     rnd = random.Random(0)
     for _ in range(300):
         text = "".join(chr(rnd.randrange(0x110000)) for _ in range(20)).encode("utf-8", "replace").decode()
@@ -461,28 +454,20 @@ def test_our_own_tokenizer_round_trips_and_opens_elsewhere(tmp_path):
     assert ours.decode(ours.encode("a\ud800b")) == "a\ufffdb"
     assert (ours.eos_id, ours.vocab_size) == (400, 402) and ours.encode("<|mask|>", special=True) == [401]
     assert ours.decode_bytes([0, 255, 401]) == b"\0\xff<|mask|>" and ours.decode([255]) == "\ufffd"
-    same_ids(ours, pytest.importorskip("tokenizers").Tokenizer.from_file(str(tmp_path / "tokenizer.json")))
-    auto = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(tmp_path)
-    assert auto(TEXT).input_ids == ours.encode(TEXT) and auto.decode(ours.encode(TEXT)) == TEXT
-    assert auto.eos_token_id == ours.eos_id
-    assert ours.decode([402, 65]) == "A"                           # a model's vocabulary may be padded
+    assert ours.decode([402, 65]) == "A"  # a model's vocabulary may be padded
+    ours.save_pretrained(tmp_path)
+    same_elsewhere(ours, tmp_path)
 
 
 @pytest.mark.parametrize("place, value, says", (  # ...: taken out
-    ("model type", "Unigram", 'model.type = "Unigram"'),
-    ("model byte_fallback", True, "model.byte_fallback = true"),
-    ("model end_of_word_suffix", "</w>", "end_of_word_suffix"),
-    ("model vocab", ..., "vocab"),
-    ("model vocab Ġ", ..., "model."),
-    ("model vocab À", ..., "unk_token"),
-    ("model merges -1", ["zz", "q"], "model.merges"),
-    ("model", None, "broken"),
-    ("normalizer", {"type": "Lowercase"}, '"Lowercase"'),
-    ("pre_tokenizer", {"type": "Metaspace"}, "Metaspace"),
+    ("model type", "Unigram", 'model.type = "Unigram"'), ("model end_of_word_suffix", "</w>", "end_of_word"),
+    ("model byte_fallback", True, "model.byte_fallback = true"), ("model vocab", ..., "vocab"),
+    ("model vocab Ġ", ..., "model."), ("model vocab À", ..., "unk_token"), ("model", None, "broken"),
+    ("model merges -1", ["zz", "q"], "model.merges"), ("normalizer", {"type": "Lowercase"}, '"Lowercase"'),
+    ("pre_tokenizer", {"type": "Metaspace"}, "Metaspace"), ("added_tokens 0 lstrip", True, "lstrip"),
     ("pre_tokenizer", None, "pre_tokenizer = null"),
     ("pre_tokenizer pretokenizers 1 add_prefix_space", True, "add_prefix_space"),
     ("pre_tokenizer pretokenizers 0 behavior", "MergedWithNext", "MergedWithNext"),
-    ("added_tokens 0 lstrip", True, "lstrip"),
     ("pre_tokenizer pretokenizers 0 pattern Regex", "(", "broken"),
     ("pre_tokenizer pretokenizers 0 pattern Regex", r"(?=\d)", "pattern")))
 def test_a_tokenizer_that_is_refused(place, value, says, tmp_path):
@@ -496,13 +481,6 @@ def test_a_tokenizer_that_is_refused(place, value, says, tmp_path):
         del at[last]
     write_json(tmp_path / "tokenizer.json", data)
     fails(lambda: Tokenizer.from_pretrained(tmp_path), says, "tokenizer.json: ")
-
-
-def test_missing_and_broken_files(tmp_path):
-    fails(lambda: Tokenizer.from_pretrained(tmp_path), "tokenizer.json: cannot be read")
-    for text in ("{", "[]", ""):
-        (tmp_path / "tokenizer.json").write_text(text)
-        fails(lambda: Tokenizer.from_pretrained(tmp_path), "tokenizer.json: ")
 
 
 # ---- drafter.py --------------------------------------------------------------------------------------------
@@ -523,17 +501,16 @@ def block_outputs(target, drafter, ids, features, anchors):
     return hidden.view(*anchors.shape, drafter.config.block_size, -1).detach()
 
 
-@pytest.mark.parametrize("kind", ("kv", "input", "eagle3"))
+@pytest.mark.parametrize("kind", ("dflash", "input", "eagle3"))
 @torch.no_grad()
 def test_training_and_decoding_draft_the_same(kind):
     """The same anchor and context give the same logits, decoded over several cycles with a cache and features
     in ragged, gappy portions; EAGLE-3's where the drafts equal the text."""
-    target, drafter = make_pair(block_size=5, injection="input" if kind == "input" else "kv")
-    drafter = make_baseline(kind, target) if kind in BASELINES else drafter
+    target, drafter = make_pair(kind, block_size=5)
     ids = torch.randint(60, (2, 40), generator=torch.Generator().manual_seed(3))
     anchors = torch.tensor([[6, 9, 10, 15], [3, 4, 9, 11]])
     _, features = target(ids, taps=drafter.config.target_layer_ids)
-    if kind in BASELINES:  # the steps of chains from everywhere
+    if kind == "eagle3":  # the steps of chains from everywhere
         steps = normed(target, drafter, ids, features, torch.arange(1, 40).expand(2, -1))
         outputs = torch.stack([hidden[torch.arange(2)[:, None], anchors - 1] for hidden in steps], 2)
     else:
@@ -548,24 +525,21 @@ def test_training_and_decoding_draft_the_same(kind):
         assert_close(logits, target.logits(outputs[:, n]), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("injection", ("kv", "input"))
-def test_nothing_at_or_after_an_anchor_leaks_into_its_block(injection):
-    target, drafter = make_pair(block_size=6, injection=injection)
-    g = torch.Generator().manual_seed(0)
-    ids = torch.randint(60, (1, 30), generator=g)
+@pytest.mark.parametrize("kind", ("dflash", "input"))
+def test_nothing_at_or_after_an_anchor_leaks_into_its_block(kind):
+    """By gradients: a block depends on each feature before its anchor and on its own tokens, on no others.
+    (The test below says what these tokens are.)"""
+    target, drafter = make_pair(kind, block_size=6)
     anchors = torch.tensor([[4, 7, 8, 15, 20]])  # blocks overlap
-    features = target(ids, taps=drafter.config.target_layer_ids)[1].detach()
-    before = block_outputs(target, drafter, ids, features, anchors)[0]
-    for n, anchor in enumerate(anchors[0].tolist()):
-        block = lambda ids, features: block_outputs(target, drafter, ids, features, anchors)[0, n]
-        other_ids, other_features = ids.clone(), features.clone()
-        other_features[:, anchor:] += torch.randn(features[:, anchor:].shape, generator=g)
-        other_ids[:, anchor + 1:] = torch.randint(60, (1, 30 - anchor - 1), generator=g)
-        assert_close(block(other_ids, other_features), before[n])
-        other_features[:, anchor - 1] += 1  # while the position before it counts
-        assert not torch.allclose(block(other_ids, other_features), before[n], atol=1e-3)
-        other_ids[:, anchor] = (other_ids[:, anchor] + 1) % 60  # and so does the anchor itself
-        assert not torch.allclose(block(other_ids, features), before[n], atol=1e-3)
+    features = torch.randn(1, 30, 160, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    embedded = []
+    target.model.embed_tokens.register_forward_hook(lambda module, args, out: embedded.append(out))
+    hidden, = normed(target, drafter, torch.arange(30)[None], features, anchors)
+    for n, (block, anchor) in enumerate(zip(hidden[0].split(6), anchors[0].tolist())):
+        seen = torch.autograd.grad(block.sum(), [features, *embedded], retain_graph=True)
+        of_features, of_tokens = (gradient[0].any(-1).nonzero().flatten().tolist() for gradient in seen)
+        assert of_features == [*range(anchor)]
+        assert of_tokens == [*range(6 * n, 6 * n + 6)]
 
 
 def test_anchors_slot_holds_the_token_and_the_rest_masks():
@@ -585,10 +559,9 @@ def test_anchors_slot_holds_the_token_and_the_rest_masks():
     assert (weight == 0).tolist() == [[True, False, False, False], [True, False, True, False]]
 
 
-@pytest.mark.parametrize("kind", ("dflash", *BASELINES))
+@pytest.mark.parametrize("kind", DRAFTERS)
 def test_a_loss_equals_its_definition_whole_and_in_chunks(kind):
-    target, drafter = make_pair(block_size=4)
-    drafter = make_baseline(kind, target, block_size=4) if kind in BASELINES else drafter
+    target, drafter = make_pair(kind, block_size=4)
     ids = torch.randint(60, (2, 16), generator=torch.Generator().manual_seed(0))
     everywhere = torch.arange(16).expand(2, -1)
     trainable = everywhere >= torch.tensor([[3], [6]])
@@ -628,21 +601,17 @@ def test_a_loss_equals_its_definition_whole_and_in_chunks(kind):
 
 
 def test_a_new_drafter_starts_as_the_targets_last_layers():
-    for kind in ("qwen3", "llama"):
-        target, drafter = make_pair(model_type=kind)
+    for kind, model_type in (("dflash", "qwen3"), ("dflash", "llama"), ("eagle3", "qwen3")):
+        target, drafter = make_pair(kind, model_type=model_type)
         drafter.init_weights(target, torch.Generator().manual_seed(0))
         theirs = target.model.layers[5].state_dict()
-        for name, value in drafter.layers[1].state_dict().items():
-            assert torch.equal(value, theirs.get(name, torch.ones(16))), name
-        x = torch.randn(5 * 32)
+        for name, ours in drafter.layers[-1].state_dict().items():
+            # EAGLE-3's columns that read embeddings come first, and start small
+            more = 32 if kind == "eagle3" and re.search("[qkv]_proj", name) else 0
+            assert torch.equal(ours[..., more:], theirs.get(name, torch.ones(16))), name
+            assert not more or 0 < ours[:, :more].std() < 0.05
+        x = torch.randn(drafter.fc.in_features)
         assert F.cosine_similarity(drafter.fc(x), x[-32:], dim=0) > 0.8  # reads the last tap
-    eagle = Eagle3Drafter.for_target(target, block_size=4)
-    eagle.init_weights(target, torch.Generator().manual_seed(0))
-    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-        layers = eagle.layers[0], target.model.layers[5]
-        ours, theirs = (getattr(layer.self_attn, name).weight for layer in layers)
-        assert torch.equal(ours[:, -theirs.shape[1]:], theirs)
-        assert name == "o_proj" or ours.shape[1] == 64 and 0 < ours[:, :32].std() < 0.05  # embeddings: small
 
 
 def test_anchors_are_random_different_and_trainable():
@@ -667,21 +636,18 @@ def test_drafters_have_the_published_layout(tmp_path):
     drafter.save_pretrained(tmp_path)
     file = tmp_path / "config.json"
     config = read_json(file)
+    own = config["dflash_config"]
     assert config["architectures"] == ["DFlashDraftModel"]
     assert (config["block_size"], config["num_target_layers"]) == (8, 6)
-    own = config["dflash_config"]
     assert (own["mask_token_id"], own["target_layer_ids"]) == (60, drafter.config.target_layer_ids)
     # a draft layer has a target layer's names, and there is no embedding, no head
-    names = ["fc.weight", "hidden_norm.weight", "norm.weight"]
-    for name in target.state_dict():
-        if name.startswith("model.layers.") and name[13] in "01":
-            names.append(name.removeprefix("model."))
-    assert sorted(load_file(tmp_path / "model.safetensors")) == sorted(names)
-    del config["block_size"]
-    own.pop("block_size", None)
+    names = {name[6:] for name in target.state_dict() if re.match(r"model\.layers\.[01]\.", name)}
+    names |= {"fc.weight", "hidden_norm.weight", "norm.weight"}
+    assert load_file(tmp_path / "model.safetensors").keys() == names
+    del config["block_size"], own["block_size"]
     for raw in ({**config, "dflash_config": {**own, "block_size": 8}}, {**config, "block_size": 8}):
         write_json(file, raw)  # newer files hold it inside dflash_config
-        assert same(DFlashDrafter.from_pretrained(tmp_path, target), drafter)
+        assert_same(DFlashDrafter.from_pretrained(tmp_path, target), drafter)
 
 
 # ---- decode.py: lossless -----------------------------------------------------------------------------------
@@ -698,18 +664,15 @@ WAYS = {**{f"block {n}": dict(block_size=n) for n in (1, 2, 5, 11)},
 
 class Wandering(decode.Auto):
     """Chooses anything, whatever it has seen: every way through the loop."""
-
-    def __init__(self, most):
-        super().__init__(most)
-        self.random = random.Random(0)
+    dice = random.Random(0)
 
     def choose(self, probability):
         super().choose(probability)
-        self.size = self.random.choice([n for n in self.sizes if n <= len(probability)])
+        self.size = self.dice.choice([n for n in self.sizes if n <= len(probability)])
         self.expected = 1.0
 
     def decide(self):
-        self.plain_cycles = self.random.choice([0, 0, 0, 1, 2, 12])
+        self.plain_cycles = self.dice.choice([0, 0, 0, 1, 2, 12])
 
 
 @pytest.fixture(autouse=True)
@@ -736,6 +699,7 @@ def decode_both_ways(target, drafter, prompts, n, way, monkeypatch, temperature,
     -> what was drafted"""
     if "wandering" in way:
         monkeypatch.setattr(decode, "Auto", Wandering)
+        monkeypatch.setattr(Wandering, "dice", random.Random(0))
     draft = partial(speculative, target, drafter, **WAYS[way], temperature=temperature, **how)
     seeds = [7, 8, 9, 10]
     plain = partial(autoregressive, target, prompts, n, temperature=temperature, seed=seeds, **how)
@@ -760,18 +724,13 @@ def decode_both_ways(target, drafter, prompts, n, way, monkeypatch, temperature,
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("kind, way", [
-    *product(["trained"], WAYS), *product(["random"], ("block 5", "tree", "wandering tree", "two steps")),
+    *product(["trained"], WAYS), *product(["dflash"], ("block 5", "tree", "wandering tree", "two steps")),
     *product(["input"], ("block 5", "wandering tree")),
     *product(BASELINES, ("block 5", "block 11", "auto", "wandering"))])
 def test_the_text_is_the_targets(kind, way, temperature, shapes, trained, monkeypatch):
-    prompts = PROMPTS
-    if kind == "trained":
-        target, drafter = trained
-    elif kind in BASELINES:
-        target, drafter = few_tokens(kind)
-        prompts = [[3], [1, 2, 3, 4, 0, 1, 2, 3, 4], [0, 2, 4, 1], [4, 3, 3]]
-    else:
-        target, drafter = make_pair(layers=4, injection="input" if kind == "input" else "kv")
+    few = dict(vocab=5, block_size=5) if kind in BASELINES else {}
+    target, drafter = trained if kind == "trained" else make_pair(kind, layers=4, **few)
+    prompts = [[token % target.config.vocab_size for token in prompt] for prompt in PROMPTS]
     out = decode_both_ways(target, drafter, prompts, 24, way, monkeypatch, temperature)
     if kind == "trained" and way in ("block 5", "tree"):
         assert 1.3 < tau(out) < 5  # the test sees long and short cycles
@@ -808,60 +767,57 @@ class AsksTheHost(torch.utils._python_dispatch.TorchDispatchMode):
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("kind, budget", (("dflash", None), ("dflash", 12), ("eagle3", None), ("ar", None)))
-def test_a_cycle_asks_nothing_of_the_host(kind, temperature, budget, trained, monkeypatch):
-    target, drafter = trained
-    drafter = make_baseline(kind, target) if kind in BASELINES else drafter
+def test_a_cycle_asks_nothing_of_the_host(kind, temperature, budget):
+    target, drafter = make_pair(kind, layers=4)
     decoder = next(decode.generate(
         target, drafter, PROMPTS, 20, temperature=temperature, top_p=0.9 if temperature else None,
         tree_budget=budget, stop_ids=(3, 5)))
-    commit = decoder.commit
 
-    def found(fault):
-        monkeypatch.setattr(decoder, "commit", lambda *args: (fault(), commit(*args)))
+    def found(call):
         with torch.inference_mode(), AsksTheHost() as mode:
-            decoder.drafts = decoder.draft()
-            decoder.verify(decoder.drafts.tokens.shape[1])
-            decoder.read()
-            decoder.verify(1)
+            call()
         return mode.found
-    finished = lambda: decoder.anchor_at == decoder.last_at
-    assert found(finished) == []
-    for fault in (lambda: bool(finished().all()), lambda: torch.tensor([1, 2]), lambda: finished().nonzero(),
-                  lambda: int(finished().sum()), lambda: decoder.anchor_at[finished()]):
+
+    def cycles():
+        decoder.drafts = decoder.draft()
+        decoder.verify(decoder.drafts.tokens.shape[1])
+        decoder.read()
+        decoder.verify(1)
+    assert found(cycles) == []
+    rows = torch.arange(3) > 1
+    for fault in (lambda: bool(rows.all()), lambda: torch.tensor([1, 2]), lambda: rows.nonzero(),
+                  lambda: int(rows.sum()), lambda: rows[rows]):
         assert found(fault)
 
 
 def test_compiled_steps_decode_what_eager_ones_do(no_code_generation, monkeypatch):
     """compile=True on the CPU; a call with another length takes the code of the first. (A chain: see the gpu
     preset's run.)"""
-    target, drafter = few_tokens("dflash", layers=2)
+    target, drafter = make_pair(vocab=5, layers=2)
 
     def decode_both(most):
         out, eager = (speculative(target, drafter, [[1, 2, 3], [0] * 9], most, compile=compile, seed=3,
                                   block_size=5, tree_budget=6, temperature=0.8) for compile in (True, False))
         assert out.tokens == eager.tokens and out.acceptance_lengths == eager.acceptance_lengths
         assert tau(out) > 1
-    compiled = graphs_compiled([partial(decode_both, most) for most in (40, 30)])
-    assert compiled == [2, 0], "a draft and a verification, compiled once"
+    assert graphs_compiled(lambda: decode_both(40)) == 2, "a draft and a verification, compiled once"
+    assert graphs_compiled(lambda: decode_both(30)) == 0
     monkeypatch.setattr(decode, "has_compiler", lambda: False)
     fails(lambda: speculative(target, drafter, [[1]], 4, compile=True), "compiler")
 
 
-def test_prompts_are_read_in_pieces(trained, monkeypatch):
-    target, drafter = trained
+@torch.no_grad()
+def test_plain_decoding_is_the_argmax_of_one_pass_also_of_prompts_in_pieces(trained, monkeypatch):
+    target, _ = trained
     prompts = [*PROMPTS, [i % 50 for i in range(33)], [2 * i % 50 for i in range(20)], [5] * 10]
     plain = autoregressive(target, prompts, 20).tokens
-    whole = speculative(target, drafter, prompts, 20)
+    for prompt, row in zip(prompts, plain):
+        best = target.logits(target(torch.tensor([prompt + row]))[0]).argmax(-1)[0]
+        assert best[len(prompt) - 1:-1].tolist() == row
+    whole = speculative(*trained, prompts, 20)
     monkeypatch.setattr(decode, "PREFILL", 10)
-    pieces = speculative(target, drafter, prompts, 20)
+    pieces = speculative(*trained, prompts, 20)
     assert pieces.tokens == whole.tokens == plain and pieces.acceptance_lengths == whole.acceptance_lengths
-
-
-@torch.no_grad()
-def test_plain_decoding_is_the_argmax_of_one_pass(trained):
-    row = autoregressive(trained[0], [PROMPTS[1]], 20).tokens[0]
-    best = trained[0].logits(trained[0](torch.tensor([PROMPTS[1] + row]))[0]).argmax(-1)[0]
-    assert best[len(PROMPTS[1]) - 1:-1].tolist() == row
 
 
 def test_the_capacity_is_the_last_slot_looked_at(trained, monkeypatch):
@@ -889,10 +845,10 @@ def test_the_end_may_fall_inside_a_block(trained):
 def test_a_real_token_equal_to_the_mask_id_is_kept(trained):
     target, drafter = trained
     token = autoregressive(target, [PROMPTS[1]], 40).tokens[0][3]
-    other = DFlashDrafter.for_target(target, num_layers=2, block_size=8, mask_token_id=token)
-    other.load_state_dict(drafter.state_dict())
+    other = copy.copy(drafter)
+    other.config = replace(drafter.config, mask_token_id=token)
     prompts = [PROMPTS[1], PROMPTS[1] + [token]]  # in the answer, and in the prompt as well
-    out = speculative(target, other.eval(), prompts, 40)
+    out = speculative(target, other, prompts, 40)
     assert out.tokens == autoregressive(target, prompts, 40).tokens and token in out.tokens[0]
 
 
@@ -1007,23 +963,21 @@ SAMPLING = {"plain": dict(temperature=1.0), "cold": dict(temperature=0.6),
             "top-k": dict(temperature=1.2, top_k=3), "top-p": dict(temperature=1.0, top_p=0.8)}
 
 
-def exact_joint(target, length, how):
-    """The target's distribution over the next `length` tokens, by enumeration: (V,) * length."""
+def exact_joint(target, how):
+    """The target's distribution over the next four tokens, by enumeration: (V, V, V, V)."""
     V = target.config.vocab_size
-    joint, prefixes = torch.ones(1, dtype=torch.float64), [PROMPT]
-    for _ in range(length):
-        logits = target.logits(target(torch.tensor(prefixes))[0][:, -1]).detach()
-        joint = (joint[:, None] * decode.Sampling(**how).probabilities(logits).double()).flatten()
-        prefixes = [prefix + [token] for prefix in prefixes for token in range(V)]
-    return joint.view([V] * length)
+    texts = torch.cartesian_prod(*[torch.arange(V)] * 4)  # (V^4, 4)
+    ids = torch.cat((torch.tensor(PROMPT).expand(len(texts), -1), texts), 1)
+    logits = target.logits(target(ids)[0][:, len(PROMPT) - 1:-1]).detach()
+    p = decode.Sampling(**how).probabilities(logits).gather(2, texts[..., None])
+    return p.double().prod(1).view([V] * 4)
 
 
 def p_value(rows, joint):
-    """Chi-square of observed token tuples against their exact distribution; cells expected below 5 are
-    pooled."""
+    """Chi-square of observed rows of tokens (N, n) against their exact distribution; cells expected below 5
+    are pooled."""
     observed, expected = torch.zeros_like(joint), joint * len(rows)
-    for row, n in Counter(map(tuple, rows)).items():
-        observed[row] += n
+    observed.index_put_(rows.unbind(1), torch.ones((), dtype=joint.dtype), accumulate=True)
     if observed[joint == 0].any():
         return 0.0
     large = expected >= 5
@@ -1035,7 +989,7 @@ def p_value(rows, joint):
 
 @pytest.fixture(scope="module")
 def small_vocabulary():
-    target, drafter = make_pair(vocab=6, mask=5, layers=4, block_size=4, hidden_size=16, intermediate_size=24,
+    target, drafter = make_pair(vocab=6, layers=4, block_size=4, hidden_size=16, intermediate_size=24,
                                 num_attention_heads=2, num_key_value_heads=1, head_dim=8)
     drafter.norm.weight.data.mul_(0.5)  # often, not always, right
     return target, drafter
@@ -1043,41 +997,25 @@ def small_vocabulary():
 
 def sampled(pair, name):
     """tau, and the p values of tokens drawn this way: the first two, and two and three that cycles drew."""
-    how = SAMPLING[name]
-    out = speculative(*pair, [PROMPT] * ROWS, 4, tree_budget=6 if name == "plain" else None, seed=1, **how)
-    joints = [(0, exact_joint(pair[0], 2, how)), (1, exact_joint(pair[0], 3, how).sum(0)),
-              (1, exact_joint(pair[0], 4, how).sum(0))]
-    drawn = [[row[at:at + joint.dim()] for row in out.tokens] for at, joint in joints]
-    return tau(out), [p_value(rows, joint) for rows, (_, joint) in zip(drawn, joints)]
+    out = speculative(*pair, [PROMPT] * ROWS, 4, tree_budget=6 if name == "plain" else None, seed=1,
+                      **SAMPLING[name])
+    joint, drawn = exact_joint(pair[0], SAMPLING[name]), torch.tensor(out.tokens)
+    return tau(out), [p_value(drawn[:, :2], joint.sum((2, 3))), p_value(drawn[:, 1:3], joint.sum((0, 3))),
+                      p_value(drawn[:, 1:], joint.sum(0))]
 
 
-def noise_shared_by_all_indices(patch, original=decode.exponential_noise):
-    patch.setattr(decode, "exponential_noise", lambda keys, index, V: original(keys, index * 0, V))
-
-
-def noise_shared_by_all_rows(patch, original=decode.exponential_noise):
-    shared = lambda keys, index, V: original(keys[:1].expand_as(keys), index, V)
-    patch.setattr(decode, "exponential_noise", shared)
-
-
-def likely_drafts_are_kept_too(patch, original=decode.Decoder.commit):
-    def accept(drafts, draws):
-        tokens = drafts.tokens[:, 1:]
-        return 1 + ((tokens == draws[:, :-1]) | (tokens == 2)).cumprod(1).sum(1)
-
-    def commit(self, tokens, length, features):
-        if tokens.shape[1] > 1:
-            accepted = torch.arange(tokens.shape[1]) < length[:, None] - 1
-            tokens = torch.where(accepted, F.pad(self.drafts.tokens[:, 1:], (0, 1)), tokens)
-        original(self, tokens, length, features)
-    patch.setattr(decode, "accept_chain", accept)
-    patch.setattr(decode.Decoder, "commit", commit)
-
-
-@pytest.mark.parametrize("wrong", (noise_shared_by_all_indices, noise_shared_by_all_rows,
-                                   likely_drafts_are_kept_too))
+@pytest.mark.parametrize("wrong", ("indices share their noise", "rows share theirs", "likely drafts stay"))
 def test_a_wrong_rule_fails_the_distribution_test(wrong, small_vocabulary, monkeypatch):
-    wrong(monkeypatch)
+    noise, accept = decode.exponential_noise, decode.accept_chain
+
+    def keep_likely(drafts, draws):
+        draws[:, :-1].masked_fill_(drafts.tokens[:, 1:] == 2, 2)
+        return accept(drafts, draws)
+    rules = {"indices share their noise": lambda keys, index, V: noise(keys, index * 0, V),
+             "rows share theirs": lambda keys, index, V: noise(keys[:1].expand_as(keys), index, V),
+             "likely drafts stay": keep_likely}
+    patched = "accept_chain" if rules[wrong] is keep_likely else "exponential_noise"
+    monkeypatch.setattr(decode, patched, rules[wrong])
     assert min(sampled(small_vocabulary, "cold")[1]) < LEVEL
 
 
@@ -1258,6 +1196,13 @@ def gpu_preset(data, out):
     return out
 
 
+@pytest.fixture
+def finished_copy(finished_run, data, tmp_path):
+    """A copy of it, and the flags that go on with that."""
+    shutil.copytree(finished_run, tmp_path / "out")
+    return tmp_path / "out", ["--data", str(data), "--out", str(tmp_path / "out"), *TINY]
+
+
 def weights_of(out):
     return {f"{stage} {name}": weight for stage in ("target", "drafter")
             for name, weight in load_file(out / stage / "model.safetensors").items()}
@@ -1288,11 +1233,11 @@ def results_of(out):
     return read_json(out / "report.json")["results"]
 
 
-def test_the_whole_path(finished_run, data, capsys):
-    out = finished_run
-    files = {path.name for path in out.iterdir()}
+def test_the_whole_path(finished_copy, capsys):
+    out, flags = finished_copy
+    files = {path.relative_to(out).as_posix() for path in out.rglob("*")}
     assert {"target", "drafter", "log.jsonl", "report.json", "heldout.jsonl"} <= files
-    assert not list(out.rglob("*.tmp")) and not list(out.rglob("*.checkpoint.*"))
+    assert not [file for file in files if ".tmp" in file or ".checkpoint" in file]
     results = results_of(out)
     keys = {"tokens", "tau", "ms_per_token", "speedup", "draft_ms", "verify_ms", "distinct4"}
     for row in results:
@@ -1302,16 +1247,15 @@ def test_the_whole_path(finished_run, data, capsys):
         product(["data0"], ("autoregressive", "dflash", "dflash tree", "dflash auto"), (0.0, 1.0)))
     for stage, less in (("target", 0.5), ("drafter", 0.05)):
         assert losses_of(out, stage)[-1] < losses_of(out, stage)[0] - less
-    flags, before = ["--data", str(data), "--out", str(out), *TINY], weights_of(out)
+    before = weights_of(out)
     train.main(flags)  # a second call finds everything done
     assert capsys.readouterr().out.count("skipped") == 5
     assert_close(weights_of(out), before, rtol=0, atol=0)
     fails(lambda: train.main([*flags, "--layers", "5"]), "layers = 4, not 5")
 
 
-def test_decode_command_line(finished_run, tmp_path, monkeypatch, capsys):
-    out, original = tmp_path / "out", decode.speculative
-    shutil.copytree(finished_run, out)
+def test_decode_command_line(finished_copy, monkeypatch, capsys):
+    (out, _), original = finished_copy, decode.speculative
 
     def printed(flags):
         decode.main(["--out", str(out), *flags.split()])
@@ -1341,11 +1285,10 @@ def test_decode_command_line(finished_run, tmp_path, monkeypatch, capsys):
     assert longest["target_cache_bytes"] == 2 * 4 * 1 * 16 * 4 * longest["context"] > 512 * 4000
 
 
-def test_the_baselines_on_the_command_lines(finished_run, data, tmp_path, capsys):
-    out = tmp_path / "out"
-    shutil.copytree(finished_run, out)
+def test_the_baselines_on_the_command_lines(finished_copy, capsys):
+    out, flags = finished_copy
     for kind in BASELINES:
-        train.main(["--data", str(data), "--out", str(out), *TINY, "--drafter", kind])
+        train.main([*flags, "--drafter", kind])
         assert losses_of(out, kind)[-1] < losses_of(out, kind)[0]
     how, texts = ["--out", str(out), "--max-new-tokens", "16"], set()
     decode.main([*how, *"--bench --prompts 1 --prompt-tokens 8 --temperature 0".split()])
@@ -1360,15 +1303,14 @@ def test_the_baselines_on_the_command_lines(finished_run, data, tmp_path, capsys
     assert len(texts) == 1
 
 
-def test_claims_are_measured_and_go_on_where_they_stopped(finished_run, data, tmp_path, monkeypatch, capsys):
-    out = tmp_path / "out"
-    shutil.copytree(finished_run, out, ignore=shutil.ignore_patterns("drafter*", "report.json"))
-    few = {"dflash": {"gamma": math.inf}, "eagle3": {"drafter": "eagle3"}, "two steps": None,
-           "input injection": {"injection": "input", "taps": 1, "anchor_choice": "fixed"},
-           "raw corpus": {"responses_from": "corpus"}, "revealed": {"reveal": 0.5}}
-    claims = [claim for claim in train.CLAIMS if few.keys() >= claim[2].keys()]
-    claims = [(claim, key, {name: few[name] for name in names}) for claim, key, names in claims]
-    monkeypatch.setattr(train, "CLAIMS", claims)
+def test_claims_are_measured_and_go_on_where_they_stopped(finished_copy, monkeypatch, capsys):
+    out, flags = finished_copy
+    fixed = {"injection": "input", "taps": 1, "anchor_choice": "fixed"}
+    monkeypatch.setattr(train, "CLAIMS", (
+        ("one", "tau", {"raw corpus": {"responses_from": "corpus"}, "dflash": {"gamma": math.inf}}),
+        ("two", "speedup", {"revealed": {"reveal": 0.5}, "two steps": None}),
+        ("three", "auto", {"eagle3": {"drafter": "eagle3"}, "input injection": fixed}),
+        ("four", "draft ms at 2 / at 16", {"dflash": {"gamma": math.inf}})))
     monkeypatch.setattr(train, "cycle_ms", lambda *args, block_size: {"draft_ms": block_size})
     calls, original = [], train.benchmark
 
@@ -1378,15 +1320,15 @@ def test_claims_are_measured_and_go_on_where_they_stopped(finished_run, data, tm
             raise InterruptedError
         return original(*args, **how | {"max_new_tokens": 8})
     monkeypatch.setattr(train, "benchmark", benchmark)
-    flags = ["--data", str(data), "--out", str(out), *TINY, "--drafter-steps", "3", "--claims"]
+    flags += ["--drafter-steps", "3", "--claims"]
     with pytest.raises(InterruptedError):
         train.main(flags)
     train.main(flags)
     assert len(calls) == 3 * 5 + 1
     printed = capsys.readouterr().out
-    assert all(claim[0] in printed for claim in train.CLAIMS)
+    assert all(f"| {claim} | {key} |" in printed for claim, key, _ in train.CLAIMS)
     found = read_json(out / "report.json")["claims"]
-    assert found.keys() == few.keys()
+    assert found.keys() == {"raw corpus", "dflash", "revealed", "two steps", "eagle3", "input injection"}
     for results in found.values():
         assert len(results) == 3 and results[0]["tau"] >= 1 and results[0]["identical"] == 1
 
@@ -1529,7 +1471,7 @@ def test_sampling_as_the_target_recommends(tmp_path, capsys):
     fails(lambda: choose((1.0,)), "generation_config.json")
 
 
-def test_a_drafter_for_a_pretrained_target(pretrained, data, tmp_path, capsys):
+def test_a_drafter_for_a_pretrained_target(pretrained, data, tmp_path, monkeypatch, capsys):
     chats, folder, out = (tmp_path / name for name in ("chats.jsonl", "folder", "out"))
     lines = [*({"messages": [{"role": "user", "content": f"Say {i}."}]} for i in range(60)),
              *({"prompt": f"One, two, {i}"} for i in range(60))]
@@ -1556,10 +1498,9 @@ def test_a_drafter_for_a_pretrained_target(pretrained, data, tmp_path, capsys):
     assert max(load_file(file)["tokens"].max() for file in (out / "responses").glob("*.safetensors")) < vocab
     how = [*target, "--drafter", str(out / "drafter"), "--out", str(tmp_path), "--max-new-tokens", "12"]
     asked, encode = [], decode.encode_prompt
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decode, "encode_prompt", lambda *args: asked.append(encode(*args)) or asked[-1])
-        for given in ([], ["--plain"], options, ["--chat-options", "enable_thinking=true"]):
-            decode.main([*how, "--prompt", "Say 3.", "--chat", *given])
+    monkeypatch.setattr(decode, "encode_prompt", lambda *args: asked.append(encode(*args)) or asked[-1])
+    for given in ([], ["--plain"], options, ["--chat-options", "enable_thinking=true"]):
+        decode.main([*how, "--prompt", "Say 3.", "--chat", *given])
     assert asked[0] == asked[1] == asked[2] != asked[3]  # the drafter remembers what it was trained with
     for source in ([str(chats)], [str(data / "a.txt"), "--prompt-tokens", "10"]):
         decode.main([*how, "--bench", "--prompts", "2", "--data", *source])
@@ -1622,28 +1563,12 @@ def test_repeated_paragraphs_are_dropped_before_the_split(tmp_path):
 
 # ---- training as on CUDA, without a GPU --------------------------------------------------------------------
 
-@pytest.fixture
-def in_cudas_form(no_code_generation, monkeypatch):
-    """Training's masks and attention as on CUDA, compiled up to where kernels would be written: a function to
-    switch it on for a module. Run by PyTorch's own operators, whose gradients FlexAttention's front alone
-    refuses on the CPU."""
-    monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *args: None)
-
-    def make_mask(mask_mod, B, Q, KV, device, dtype):
-        return kernels.compiled(create_block_mask)(mask_mod, B, None, Q, KV, device=device)
-
-    def switch_on(module):
-        for layer in filter(lambda part: isinstance(part, model.DecoderLayer), module.modules()):
-            layer.compile()
-        for place in (kernels, model, drafter_module):
-            monkeypatch.setattr(place, "make_mask", make_mask)
-    return switch_on
-
-
 @pytest.mark.parametrize("stage", ("target", "drafter"))
-def test_training_in_cudas_form_has_the_dense_paths_gradients(stage, in_cudas_form):
+def test_training_in_cudas_form_has_the_dense_paths_gradients(stage, no_code_generation, monkeypatch):
+    """Masks and attention as on CUDA, compiled up to where kernels would be written, and run by PyTorch's own
+    operators, whose gradients FlexAttention's front alone refuses on the CPU."""
     target, drafter = make_pair(layers=2)
-    module = target if stage == "target" else drafter
+    module, layers = (target, target.model.layers) if stage == "target" else (drafter, drafter.layers)
 
     def gradients(step):
         g = torch.Generator().manual_seed(step)  # new text and new anchors each step
@@ -1656,9 +1581,16 @@ def test_training_in_cudas_form_has_the_dense_paths_gradients(stage, in_cudas_fo
             batch = training_batch(ids, features.detach(), anchors, hidden=hidden.detach())
             loss, _ = drafter.loss(target, batch)
         return torch.cat([grad.flatten() for grad in torch.autograd.grad(loss, list(module.parameters()))])
+
+    def make_mask(mask_mod, B, Q, KV, device, dtype):
+        return kernels.compiled(create_block_mask)(mask_mod, B, None, Q, KV, device=device)
     dense, found = [gradients(step) for step in range(3)], []
-    in_cudas_form(module)
-    compiled = graphs_compiled([lambda step=step: found.append(gradients(step)) for step in range(3)])
+    monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *args: None)
+    for place in (model, drafter_module):
+        monkeypatch.setattr(place, "make_mask", make_mask)
+    for layer in layers:
+        layer.compile()
+    compiled = [graphs_compiled(lambda: found.append(gradients(step))) for step in range(3)]
     assert compiled[0] >= 2 and compiled[1:] == [0, 0], "a mask and a layer in the first step, then none"
     assert all((a - b).norm() < 1e-4 * a.norm() for a, b in zip(dense, found))
 
@@ -1691,71 +1623,59 @@ def test_memory_of_a_drafters_step_is_in_proportion_to_rows_and_anchors(monkeypa
 def test_every_mix_of_dtypes_trains(stored, labels, tmp_path, monkeypatch):
     """--target with files of either dtype, on a CPU with and without products in bfloat16 and, as far as
     dtypes go, on CUDA; --float32 or not."""
-    target, _ = make_pair(vocab=300, layers=4)
-    target.to(stored).save_pretrained(tmp_path / "target")
+    make_pair(vocab=300, layers=4)[0].to(stored).save_pretrained(tmp_path / "target")
     Tokenizer.from_merges(MERGES[:20], ["<|end|>"]).save_pretrained(tmp_path / "target")
     (tmp_path / "text.txt").write_text("\n\n".join(f"{i} times {i} is {i * i}, " * 80 for i in range(30)))
     flags = ["--target", str(tmp_path / "target"), "--data", str(tmp_path / "text.txt"), *LEARN,
              *f"--labels {labels} --responses 4 --response-tokens 6 --drafter-steps 1".split()]
+    opened, pretrained = Transformer.from_pretrained, train.pretrained_target
     monkeypatch.setattr(train, "run_benchmark", lambda *args, **how: None)
-    original = train.pretrained_target
+    monkeypatch.setattr(Transformer, "from_pretrained", lambda path, device, dtype: opened(path, dtype=dtype))
 
     def as_on_cuda(run, args):
-        target, *others = original(run, args)
-        return target.to(torch.bfloat16 if run.bfloat16 else torch.float32), *others
-
-    def refuse(path, *, device, dtype):
-        raise UserError(f"{device}, {dtype}")
-    machines, kinds = ("cuda", "bfloat16", "plain"), ("dflash", *BASELINES)
-    for machine, more, kind in product(machines, ([], ["--float32"]), kinds):
-        with monkeypatch.context() as patch:
-            patch.setattr(train, "has_bfloat16", lambda: machine != "plain")
-            if machine == "cuda":
-                patch.setattr(train, "pretrained_target", as_on_cuda)
-            out = tmp_path / f"{machine} {more}"
-            train.main([*flags, *more, "--drafter", kind, "--out", str(out)])
-            assert math.isfinite(losses_of(out, "drafter" if kind == "dflash" else kind)[-1])
-    monkeypatch.setattr(Transformer, "from_pretrained", refuse)
-    for bfloat16, dtype in ((True, "torch.bfloat16"), (False, "torch.float32")):  # what is asked for on CUDA
-        run = SimpleNamespace(device=torch.device("cuda"), bfloat16=bfloat16)
-        fails(lambda: train.pretrained_target(run, train.parse(flags)), f"cuda, {dtype}")
+        run = copy.copy(run)
+        run.device = torch.device("cuda")
+        target, *others = pretrained(run, args)
+        assert target.dtype == (torch.bfloat16 if run.bfloat16 else torch.float32)
+        return target, *others
+    for machine, more, kind in product(("cuda", "bfloat16", "plain"), ([], ["--float32"]), DRAFTERS):
+        monkeypatch.setattr(train, "has_bfloat16", lambda: machine != "plain")
+        monkeypatch.setattr(train, "pretrained_target", as_on_cuda if machine == "cuda" else pretrained)
+        out = tmp_path / f"{machine} {more}"
+        train.main([*flags, *more, "--drafter", kind, "--out", str(out)])
+        assert math.isfinite(losses_of(out, DRAFTERS[kind].folder)[-1])
 
 
 # ---- bad input: one line, exit status 2, nothing lost ------------------------------------------------------
 
 def test_bad_checkpoints(tmp_path):
-    opened = lambda: Transformer.from_pretrained(tmp_path)
+    opened, file = partial(Transformer.from_pretrained, tmp_path), tmp_path / "model.safetensors"
     fails(opened, "config.json")
     make_pair()[0].save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
-    whole, config = file.read_bytes(), read_json(tmp_path / "config.json")
+    whole = file.read_bytes()
     for length in (-100, 4):
         file.write_bytes(whole[:length])
         fails(opened, "truncated")
     file.unlink()
     fails(opened, "safetensors")
     file.write_bytes(whole)
-    for field, value, *words in (
-            ("model_type", "mamba", "mamba"), ("num_experts", 8, "8"), ("hidden_act", "gelu"),
-            ("rope_parameters", {"rope_type": "longrope"}, "longrope"), ("use_sliding_window", True),
-            ("hidden_size", 64, "shape"), ("hidden_size", True), ("num_hidden_layers", 7, "missing"),
-            ("num_hidden_layers", 3, "no place"), ("vocab_size", None), ("head_dim", "64"), ("rope_theta", 0),
-            ("rope_parameters", {**YARN, "rope_theta": 1.0}, "config.json"), ("rope_parameters", [1])):
-        write_json(tmp_path / "config.json", {**config, field: value})
-        fails(opened, *words or [field])
-    (tmp_path / "config.json").write_text("{")
-    fails(opened, "JSON")
+    refused(opened, tmp_path / "config.json", ({"model_type": "mamba"}, "mamba"), ({"num_experts": 8}, "8"),
+            ({"rope_parameters": {"rope_type": "longrope"}}, "longrope"), ({"hidden_size": 64}, "shape"),
+            ({"rope_parameters": {**YARN, "rope_theta": 1.0}}, ""), ({"rope_parameters": [1]},),
+            ({"num_hidden_layers": 7}, "missing"), ({"num_hidden_layers": 3}, "no place"),
+            ({"hidden_act": "gelu"},), ({"use_sliding_window": True},), ({"hidden_size": True},),
+            ({"vocab_size": None},), ({"head_dim": "64"},), ({"rope_theta": 0},))
 
 
 def test_a_drafter_of_another_target(tmp_path):
-    target, drafter = make_pair()
+    for kind in DRAFTERS:
+        target, drafter = make_pair(kind)
+        drafter.save_pretrained(tmp_path / kind)
+    target.save_pretrained(tmp_path / "target")
     changed = lambda **fields: random_weights(Transformer(replace(target.config, **fields)), 0)
-    baselines = [(kind, make_baseline(kind, target)) for kind in BASELINES]
-    for name, module in [("dflash", drafter), ("target", target), *baselines]:
-        module.save_pretrained(tmp_path / name)
     other = changed(vocab_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=32)
-    for name in ("dflash", "eagle3"):  # no embedding and no head: neither vocabulary nor head layout matters
-        foreign = load_drafter(tmp_path / name, other)
+    for kind in ("dflash", "eagle3"):  # no embedding and no head: neither vocabulary nor head layout matters
+        foreign = load_drafter(tmp_path / kind, other)
         assert speculative(other, foreign, PROMPTS, 12).tokens == autoregressive(other, PROMPTS, 12).tokens
     for name, fields, *words in (
             ("dflash", {"hidden_size": 64}, "another target", "hidden_size", "64"),
@@ -1763,31 +1683,32 @@ def test_a_drafter_of_another_target(tmp_path):
             ("ar", {"vocab_size": 64}, "another target", "vocab_size"),
             ("dflash", {"vocab_size": 60}, "mask_token_id", "60"),
             ("target", {}, "not a drafter", "Qwen3ForCausalLM"),
-            *((name, {"num_hidden_layers": 8}, "num_target_layers", "8") for name in ("dflash", *BASELINES))):
+            *((kind, {"num_hidden_layers": 8}, "num_target_layers", "8") for kind in DRAFTERS)):
         fails(lambda: load_drafter(tmp_path / name, changed(**fields)), *words)
     for name in ("target", *BASELINES):
         fails(lambda: DFlashDrafter.from_pretrained(tmp_path / name, target), "not a DFlash drafter")
-    for name in ("dflash", *BASELINES):
-        file = tmp_path / name / "config.json"
-        write_json(file, {**read_json(file), "block_size": 0})
-        fails(lambda: load_drafter(tmp_path / name, target), "block_size 0", f"/{name}/")
+    for kind in DRAFTERS:
+        refused(partial(load_drafter, tmp_path / kind, target), tmp_path / kind / "config.json",
+                ({"block_size": 0}, "block_size 0", f"/{kind}/"))
 
 
 def test_drafter_fields_that_are_refused(tmp_path):
     target, drafter = make_pair()
     drafter.save_pretrained(tmp_path)
-    file = tmp_path / "config.json"
-    config, opened = read_json(file), lambda: DFlashDrafter.from_pretrained(tmp_path, target)
+    file, opened = tmp_path / "config.json", partial(DFlashDrafter.from_pretrained, tmp_path, target)
+    config = read_json(file)
     own = config["dflash_config"]
-    inside = (("mask_token_id", 61), ("target_layer_ids", [1, 6]), ("target_layer_ids", 5), ("causal", True),
-              ("selector_rank", 8), ("something_new", 1), ("injection", "x"), ("chat_options", [1]))
-    beside = (("is_causal", True), ("sample_from_anchor", True), ("final_logit_softcapping", 30.0),
-              ("output_multiplier", 0.5), ("conv_kernel_size", 4), ("architectures", ["DFlash2DraftModel"]),
-              ("layer_types", ["sliding_attention"]), ("dflash_config", 5))
-    for field, value in inside + beside:
-        change = {"dflash_config": {**own, field: value}} if (field, value) in inside else {field: value}
-        write_json(file, {**config, **change})
-        fails(opened, field, "config.json", json.dumps(value).strip('[]"'))
+    for change in (
+            {"is_causal": True}, {"sample_from_anchor": True}, {"final_logit_softcapping": 30.0},
+            {"output_multiplier": 0.5}, {"conv_kernel_size": 4}, {"architectures": ["DFlash2DraftModel"]},
+            {"layer_types": ["sliding_attention"]}, {"dflash_config": 5}):
+        (field, value), = change.items()
+        refused(opened, file, (change, field, json.dumps(value).strip('[]"')))
+    for change in (
+            {"mask_token_id": 61}, {"target_layer_ids": [1, 6]}, {"target_layer_ids": 5}, {"causal": True},
+            {"selector_rank": 8}, {"something_new": 1}, {"injection": "x"}, {"chat_options": [1]}):
+        (field, value), = change.items()
+        refused(opened, file, ({"dflash_config": own | change}, field, json.dumps(value).strip('[]"')))
     harmless = {**own, "causal": False, "selector_rank": None, "something_new": None}
     text = json.dumps({**config, "is_causal": False, "dflash_config": harmless})
     file.write_text("\ufeff" + text, encoding="utf-8")
@@ -1795,7 +1716,6 @@ def test_drafter_fields_that_are_refused(tmp_path):
 
 
 def test_bad_decoding_input():
-    target, drafter = make_pair()
     for prompts, options, *words in (
             ([[]], {}, "empty"), ([], {}, "no prompts"), ([[1] * 500], {}, "500", "512"),
             ([[61]], {}, "vocabulary"), ([[1]], dict(temperature=-1), "temperature"),
@@ -1803,16 +1723,15 @@ def test_bad_decoding_input():
             ([[1]], dict(top_k=0), "top_k"), ([[1]], dict(block_size=0), "block_size"),
             ([[1]], dict(block_size=10**8), "block_size"),
             ([[1], [2]], dict(seed=[1], temperature=1.0), "seeds")):
-        fails(lambda: speculative(target, drafter, prompts, 20, **options), *words)
+        fails(lambda: speculative(*make_pair(), prompts, 20, **options), *words)
     for kind, how in product(BASELINES, (dict(tree_budget=8), dict(denoise_steps=2))):
-        fails(lambda: speculative(target, make_baseline(kind, target), [[1]], 20, **how), "tree", "token")
+        fails(lambda: speculative(*make_pair(kind), [[1]], 20, **how), "tree", "token")
 
 
 def test_bad_training_input(data, tmp_path):
     for name, content in (("short.txt", "too short"), ("x.bin", "\0"), ("chats/a.jsonl", '{"prompt": "x"}'),
                           ("empty/.hidden", "x")):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(content)
+        model.write_text(tmp_path / name, content)
     flags = ["--out", str(tmp_path / "out"), *TINY]
     for name, word in (("nowhere", "no such file"), ("empty", "text"), ("x.bin", "text"),
                        ("short.txt", "sequence"), ("chats", "--target")):
@@ -1850,18 +1769,17 @@ def test_a_stage_without_its_settings_file_starts_anew(tmp_path):
         return run
     for stage in ("target", "responses"):
         begin(stage).decide(stage, 7)
-    (tmp_path / "responses").mkdir(exist_ok=True)
     left = [tmp_path / name for name in ("responses/00000.safetensors", "responses.checkpoint.safetensors",
                                          "target.checkpoint.safetensors")]
     for file in left:
-        file.write_bytes(b"old")
+        write_json(file, "old")
     (tmp_path / "responses.settings.json").unlink()
     assert begin("target").record["number"] == 7 and begin("responses").record["number"] is None
     assert [file.exists() for file in left] == [False, False, True]
 
 
 def test_training_compiles_on_the_cpu_only_when_asked(tmp_path, monkeypatch):
-    start = ("--out", str(tmp_path), "--device", "cpu")
+    start = ["--out", str(tmp_path), "--device", "cpu"]
     compiles = lambda *flags: train.Run(train.parse([*start, *flags])).compile
     monkeypatch.setattr(train, "has_compiler", lambda: True)
     assert not compiles() and compiles("--compile")
