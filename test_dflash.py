@@ -8,6 +8,7 @@ import os
 import random
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -17,7 +18,6 @@ from dataclasses import replace
 from functools import cache, partial, reduce
 from itertools import product
 from pathlib import Path
-from statistics import mean
 
 import pytest
 import regex
@@ -73,7 +73,7 @@ BASELINES = ("eagle3", "ar")
 
 
 def tau(out):
-    return mean(sum(out.acceptance_lengths, []))
+    return statistics.mean(sum(out.acceptance_lengths, []))
 
 
 def fails(call, *words):
@@ -299,11 +299,11 @@ def test_distinct4_tells_loops_from_text():
 
 def test_damaged_files_are_named_before_any_work(tmp_path):
     opened = partial(Tokenizer.from_pretrained, tmp_path)
+    reported = partial(decode.run_benchmark, tmp_path, None, {}, {}, max_new_tokens=1)
     fails(opened, "tokenizer.json: cannot be read")
     for name, call, *texts in (
             ("config.json", partial(Transformer.from_pretrained, tmp_path), "{", "[]", "[[1, 2]]", "5"),
-            ("tokenizer.json", opened, "{", "[]", ""),
-            ("report.json", partial(decode.run_benchmark, tmp_path, None, {}, {}, max_new_tokens=1), "x")):
+            ("tokenizer.json", opened, "{", "[]", ""), ("report.json", reported, "x", "[]")):
         for text in texts:
             (tmp_path / name).write_text(text)
             fails(call, f"{name}: ")
@@ -396,7 +396,8 @@ def same_elsewhere(ours, folder):
             assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=False)
     auto, text = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder), TEXT + "<|eot|>"
     assert auto.eos_token_id == ours.eos_id
-    assert auto(text, add_special_tokens=False).input_ids == ours.encode(text, special=True)
+    ids, bos = ours.encode(text, special=True), [ours.bos_id] if ours.bos_id else []
+    assert auto(text).input_ids == bos + ids and auto.decode(ids) == ours.decode(ids)
 
 
 @pytest.mark.parametrize("kind", PATTERNS)
