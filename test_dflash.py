@@ -245,14 +245,17 @@ HF_SIZES = dict(vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_
                 num_attention_heads=4)
 
 
-def write_hugging_face(folder, model_type, **config):
+def write_hugging_face(folder, std, model_type, **config):
     """A small random model in several files, written by transformers itself."""
     transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(model_type, **HF_SIZES | dict(
         num_key_value_heads=2, bos_token_id=None, eos_token_id=5, pad_token_id=None,
         max_position_embeddings=256) | config)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    random_weights(model, 0).save_pretrained(folder, max_shard_size="60KB")
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    for p in model.parameters():  # biases and norms start at 0 and 1: a wrong one would not show
+        torch.nn.init.normal_(p, std=std) if p.dim() > 1 else p.data.add_(0.1 * torch.randn_like(p))
+    model.save_pretrained(folder, max_shard_size="60KB")
     assert len(list(folder.glob("*.safetensors"))) > 1
     return model
 
@@ -260,7 +263,7 @@ def write_hugging_face(folder, model_type, **config):
 @pytest.mark.parametrize("kind", HF_CONFIGS)
 @torch.no_grad()
 def test_logits_equal_transformers(kind, tmp_path):
-    model = write_hugging_face(tmp_path, kind.split("-")[0], **HF_CONFIGS[kind])
+    model = write_hugging_face(tmp_path, 0.2, kind.split("-")[0], **HF_CONFIGS[kind])
     target, close = Transformer.from_pretrained(tmp_path), partial(assert_close, atol=1e-4, rtol=1e-4)
     ids = torch.randint(97, (2, 150), generator=torch.Generator().manual_seed(0))
     theirs = model(ids, output_hidden_states=True)
@@ -268,7 +271,8 @@ def test_logits_equal_transformers(kind, tmp_path):
     close(target.logits(hidden), theirs.logits)
     close(features, torch.cat(theirs.hidden_states[1:3], -1))  # layer i is hidden_states[i + 1]
     target.save_pretrained(tmp_path / "again")  # and back
-    again = type(model).from_pretrained(tmp_path / "again", attn_implementation="eager")
+    auto = sys.modules["transformers"].AutoModelForCausalLM
+    again = auto.from_pretrained(tmp_path / "again", attn_implementation="eager").eval()
     close(again(ids).logits, theirs.logits)
 
 
@@ -1338,7 +1342,7 @@ def pretrained(tmp_path_factory):
     write_json(folder / "tokenizer_config.json", {
         "tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE, "eos_token": "<|eot|>",
         "bos_token": "<|im_start|>"})
-    write_hugging_face(folder, "llama", vocab_size=tok.get_vocab_size() + 9, hidden_size=32,
+    write_hugging_face(folder, 0.3, "llama", vocab_size=tok.get_vocab_size() + 9, hidden_size=32,
                        intermediate_size=48, num_hidden_layers=5, eos_token_id=tok.token_to_id("<|eot|>"))
     return folder
 
