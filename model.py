@@ -866,8 +866,11 @@ def encode_prompt(entry, tokenizer, prompt_tokens, rendered=False):
     else:
         ids = tokenizer.encode(entry["text"])[:prompt_tokens]
     check(ids, "prompt", "", "it is empty")
-    whole = "messages" in entry or tokenizer.bos_id in (None, ids[0])
-    return ids if whole else [tokenizer.bos_id, *ids]
+    return ids if "messages" in entry else with_bos(ids, tokenizer)
+
+
+def with_bos(ids, tokenizer):
+    return ids if tokenizer.bos_id in (None, ids[0]) else [tokenizer.bos_id, *ids]
 
 
 def encode_entries(entries, tokenizer, prompt_tokens, *, rendered=False, skip_bad=False):
@@ -900,8 +903,7 @@ def read_prompts(file, tokenizer, prompt_tokens, per_domain, **how):
         ids = tokenizer.encode(read_text(file))
         step = max(prompt_tokens, len(ids) // per_domain)
         starts = range(0, len(ids) - prompt_tokens + 1, step)
-        bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-        prompts[domain] = [bos + ids[i:i + prompt_tokens] for i in starts]
+        prompts[domain] = [with_bos(ids[i:i + prompt_tokens], tokenizer) for i in starts]
     check(any(prompts.values()), "--prompt-tokens", prompt_tokens, f"no text in {file} has so many tokens")
     return {domain: rows[:per_domain] for domain, rows in prompts.items()}
 

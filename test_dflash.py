@@ -228,7 +228,8 @@ def test_cached_passes_equal_one_pass_for_ragged_rows():
 
 def test_taps_are_distinct():
     for layers, n, taps in ((36, 5, [1, 9, 17, 25, 33]), (8, 5, [1, 2, 3, 4, 5]), (8, 1, [4]), (2, 5, [0, 1]),
-                            (7, 5, [0, 2, 3, 4, 6]), (4, 5, [0, 1, 2, 3]), (1, 5, [0]), (36, 3, [1, 17, 33])):
+                            (7, 5, [0, 2, 3, 4, 6]), (4, 5, [0, 1, 2, 3]), (1, 5, [0]), (36, 3, [1, 17, 33]),
+                            (8, 3, [1, 3, 5]), (6, 3, [1, 2, 3]), (4, 3, [0, 2, 3]), (1, 3, [0])):
         assert default_taps(layers, n) == taps
 
 
@@ -310,7 +311,8 @@ def test_damaged_files_are_named_before_any_work(tmp_path):
             ("tokenizer.json", opened, "{", "[]", ""), ("report.json", reported, "x", "[]")):
         for text in texts:
             (tmp_path / name).write_text(text)
-            fails(call, f"{name}: ")
+            no_object = text in ("[]", "[[1, 2]]", "5")
+            fails(call, f"{name}: ", "no JSON object" if no_object else "JSONDecodeError")
     for own, options in ((3, {}), ({"chat_options": None}, {}), ({"chat_options": {"a": 1}}, {"a": 1})):
         write_json(tmp_path / "config.json", {"dflash_config": own})
         assert drafter_module.remembered_options(tmp_path) == options
@@ -766,26 +768,26 @@ class AsksTheHost(torch.utils._python_dispatch.TorchDispatchMode):
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("kind, budget", (("dflash", None), ("dflash", 12), ("eagle3", None), ("ar", None)))
-def test_a_cycle_asks_nothing_of_the_host(kind, temperature, budget):
+def test_a_cycle_asks_nothing_of_the_host(kind, temperature, budget, monkeypatch):
     target, drafter = make_pair(kind, layers=4)
     decoder = next(decode.generate(
         target, drafter, PROMPTS, 20, temperature=temperature, top_p=0.9 if temperature else None,
         tree_budget=budget, stop_ids=(3, 5)))
 
-    def found(call):
-        with torch.inference_mode(), AsksTheHost() as mode:
-            call()
-        return mode.found
+    commit = decoder.commit
 
-    def cycles():
-        decoder.drafts = decoder.draft()
-        decoder.verify(decoder.drafts.tokens.shape[1])
-        decoder.read()
-        decoder.verify(1)
-    assert found(cycles) == []
-    rows = torch.arange(3) > 1
-    for fault in (lambda: bool(rows.all()), lambda: torch.tensor([1, 2]), lambda: rows.nonzero(),
-                  lambda: int(rows.sum()), lambda: rows[rows]):
+    def found(fault):
+        monkeypatch.setattr(decoder, "commit", lambda *args: (fault(), commit(*args)))
+        with torch.inference_mode(), AsksTheHost() as mode:
+            decoder.drafts = decoder.draft()
+            decoder.verify(decoder.drafts.tokens.shape[1])
+            decoder.read()
+            decoder.verify(1)
+        return mode.found
+    finished = lambda: decoder.anchor_at == decoder.last_at
+    assert found(finished) == []
+    for fault in (lambda: bool(finished().all()), lambda: torch.tensor([1, 2]), lambda: finished().nonzero(),
+                  lambda: int(finished().sum()), lambda: decoder.anchor_at[finished()]):
         assert found(fault)
 
 
@@ -1240,8 +1242,10 @@ def test_the_whole_path(finished_copy, capsys):
         product(["data0"], ("autoregressive", "dflash", "dflash tree", "dflash auto"), (0.0, 1.0)))
     for stage, less in (("target", 0.5), ("drafter", 0.05)):
         assert losses_of(out, stage)[-1] < losses_of(out, stage)[0] - less
+    before = weights_of(out)
     train.main(flags)  # a second call finds everything done
     assert capsys.readouterr().out.count("skipped") == 5
+    assert_close(weights_of(out), before, rtol=0, atol=0)
     fails(lambda: train.main([*flags, "--layers", "5"]), "layers = 4, not 5")
 
 
@@ -1279,7 +1283,8 @@ def test_decode_command_line(finished_copy, monkeypatch, capsys):
     found = read_json(out / "report.json")["sweep"]["dflash"]
     assert [row["block_size"] for row in found["block_size"]] == [1, 2, 4, 8, 16, 32]
     assert [row["batch"] for row in found["batch"]] == [1, 4, 16, 64]
-    assert all(row["draft_ms"] and row["verify_ms"] for row in found["block_size"][1:] + found["context"])
+    assert all(row["verify_ms"] > 0 for row in found["block_size"] + found["context"])
+    assert all(row["draft_ms"] > 0 for row in found["block_size"][1:] + found["context"])
     longest = found["context"][-1]
     # K and V, layers, heads, width, float32
     assert longest["target_cache_bytes"] == 2 * 4 * 1 * 16 * 4 * longest["context"] > 512 * 4000
@@ -1516,8 +1521,8 @@ def test_the_mask_token_is_one_that_no_text_uses():
         assert pick_mask_token(tokenizer_of(size, *specials), 400, given) == token
     tokenizer = tokenizer_of(400, "<|end|>", "<|a|>", "<|b|>", "<|c|>", "<|mask|>")
     tokenizer.chat_template = "<|a|>"
-    # it says what there is
-    fails(lambda: pick_mask_token(tokenizer, 400, prompts=[[397], [1, 399]]), "--mask-token", ": <|c|>")
+    with pytest.raises(UserError, match=r"--mask-token.*: <\|c\|>$"):  # it says what there is
+        pick_mask_token(tokenizer, 400, prompts=[[397], [1, 399]])
     # the special token made for it lies outside
     fails(lambda: pick_mask_token(tokenizer, 399), "--mask-token", ": <|b|>, <|c|>")
     for given, size in (("<|nope|>", 400), ("400", 400), ("x1", 400), ("-1", 400), ("<|mask|>", 399)):
@@ -1581,24 +1586,21 @@ def test_memory_of_a_drafters_step_is_in_proportion_to_rows_and_anchors(monkeypa
     monkeypatch.setattr(model, "attention", lambda q, k, v, mask: q + k.mean() + v.mean())
     target, drafter = make_pair()
     target.requires_grad_(False)
+    weights = {p.untyped_storage()._cdata for module in (target, drafter) for p in module.parameters()}
 
     def saved(rows, anchors, **how):
         kept = {}
-
-        def note(tensor):
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
+        note = lambda tensor: kept.update({tensor.untyped_storage()._cdata: tensor}) or tensor
         batch = training_batch(torch.zeros(rows, 16, dtype=torch.int64), torch.zeros(rows, 16, 5 * 32),
                                torch.zeros(rows, anchors, dtype=torch.int64))
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             drafter.loss(target, batch, **how)
-        return sum(kept.values())
-    for more in (lambda n: saved(2 * n, 48), lambda n: saved(8, 16 * n)):
-        assert more(4) - more(2) == pytest.approx(2 * (more(2) - more(1)), rel=0.01)
-        assert more(4) > 3 * more(1)
-    # More logits than a chunk are dropped with the head, and hidden states (32 numbers, not 61) kept instead.
+        return sum(kept[place].untyped_storage().nbytes() for place in kept.keys() - weights)
+    assert saved(8, 48) == pytest.approx(4 * saved(2, 48), rel=0.01) and saved(8, 48) > 2.5 * saved(8, 16)
+    assert saved(8, 48) - saved(8, 32) == pytest.approx(saved(8, 32) - saved(8, 16), rel=0.01)
+    # More logits than a chunk are dropped, and hidden states (32 numbers, not 61) kept in their place.
     dropped = saved(8, 48) - saved(8, 48, chunk=61 * 300)
-    assert dropped == pytest.approx(4 * (8 * 48 * 7 * (61 - 32) + 61 * 32), rel=1e-3)
+    assert dropped == pytest.approx(4 * 8 * 48 * 7 * (61 - 32), rel=0.01)
 
 
 @pytest.mark.parametrize("labels", ("soft", "hard"))

@@ -131,7 +131,8 @@ def decode_part(args, target, prompts, n, folder, stop_ids):
     file = folder / f"{n:05d}.safetensors"
     if not file.exists():
         seed = [(args.seed * 1_000_003 + n) * args.response_batch + i for i in range(len(prompts))]
-        out = autoregressive(target, prompts, args.response_tokens, **args.cuts, stop_ids=stop_ids, seed=seed,
+        out = autoregressive(target, prompts, args.response_tokens, stop_ids=stop_ids, seed=seed,
+                             top_k=args.top_k, top_p=args.top_p,
                              temperature=args.temperatures[n % len(args.temperatures)])
         rows = [torch.tensor(p + t, dtype=torch.int32) for p, t in zip(prompts, out.tokens)]
         tensors = {"tokens": torch.cat(rows), "length": torch.tensor([len(row) for row in rows]),
@@ -815,7 +816,7 @@ FLAGS = {
         ("prompts", COUNT, 8, "at most so many a domain"),)}
 # What else a stage's result depends on, beside that of the stages before it.
 BESIDES = {"tokenizer": ["corpus"], "target": ["float32"], "drafter": ["mask_token"],
-           "responses": ["target", "weights", "prompts_from", "cuts"]}
+           "responses": ["target", "weights", "prompts_from"]}
 OWN = ([name for name, *_ in flags] + BESIDES.get(stage, []) for stage, flags in FLAGS.items())
 STAGES = dict(zip(FLAGS, itertools.accumulate(OWN)))         # lists add up: a stage's, behind those before it
 
@@ -868,7 +869,7 @@ def parse(argv=None):
         rates = getattr(args, name)
         check(rates is None or rates[1] is not None, f"--{name.replace('_', '-')}", rates, "AdamW needs one")
     folder = args.target or Path(args.out) / "target"
-    args.cuts = choose_sampling(folder, args.temperatures, args.top_k, args.top_p)
+    vars(args).update(choose_sampling(folder, args.temperatures, args.top_k, args.top_p))
     if args.target:
         check(args.responses_from == "target" and not args.claims, "--target", args.target, "--claims and "
               "--responses-from corpus need a target that train.py has trained on --data: leave it out")
@@ -913,8 +914,9 @@ def bench(run, args, target, drafter, tokenizer, prompts):
         target, drafter = target.to(torch.bfloat16), drafter.to(torch.bfloat16)
     seconds = run.seconds_left() if run.minutes else None
     tokens = 192 if seconds is None or seconds > 60 else 64
-    run_benchmark(run.out, target, {"dflash": drafter}, prompts, seconds=seconds, **args.cuts,
-                  max_new_tokens=min(tokens, args.response_tokens), stop_ids=tokenizer.eos_ids)
+    run_benchmark(run.out, target, {"dflash": drafter}, prompts, seconds=seconds, top_k=args.top_k,
+                  top_p=args.top_p, max_new_tokens=min(tokens, args.response_tokens),
+                  stop_ids=tokenizer.eos_ids)
 
 
 if __name__ == "__main__":
