@@ -161,11 +161,12 @@ class Decoder:
         return self.sampling.draw(logits, self.noise(slot, logits.shape[1]))
 
     def read(self):
-        """The drafter reads its last block of context, where plain cycles follow each other: `draft` itself
-        reads no more than that."""
-        positions = last_positions(self.anchor_at, self.block_size)
+        """The drafter reads the next block of context that plain cycles have left behind: `draft` itself
+        reads no more than the last block."""
+        order, last = torch.arange(self.block_size, device=self.device), (self.anchor_at - 1).clamp(min=0)
+        positions = torch.minimum(self.read_to[:, None] + order, last[:, None])
         self.drafter.read(self.target, self.text, self.features, positions, self.caches[1])
-        self.read_to.copy_(self.anchor_at)
+        self.read_to.copy_(torch.minimum(self.read_to + self.block_size, self.anchor_at))
 
     # -- the host's part
 
@@ -194,7 +195,6 @@ class Decoder:
         self.num_cycles.zero_()                                         # the first token belongs to no cycle
         # Of each cycle: times, tokens read, acceptance lengths; and which cycles compiled or captured a step.
         self.watch, self.sizes, self.history, self.untimed = Stopwatch(self.device), [], [], set()
-        self.slowest = 0                                                # the row that `auto` looks at
         if self.auto:
             self.auto.before = None                                     # another call's cycle is no neighbour
 
@@ -202,17 +202,17 @@ class Decoder:
         """Draft, then verify, which accepts and commits. looking: may the host wait for the drafts, to choose
         how many are read?"""
         auto, n = self.auto, 1
+        drafting = self.drafter and not (auto and auto.plain_cycles > 0)
         self.set_kv_len(self.longest + max(self.block_size, self.tree_budget or 0))
+        while drafting and self.unread > self.block_size:
+            self.step(self.read)
+            self.unread -= self.block_size
         self.watch.mark()
-        if self.drafter and not (auto and auto.plain_cycles > 0):
+        if drafting:
             self.drafts, self.unread = self.step(self.draft), 0
             if auto and looking:
-                self.slowest = int((self.last_at - self.anchor_at).argmax())     # all others wait for it
                 auto.choose(self.drafts.probability[self.slowest].tolist())
             n = auto.size if auto else self.drafts.tokens.shape[1]
-        elif self.drafter and self.unread >= self.block_size:
-            self.step(self.read)
-            self.unread = 0
         self.watch.mark()
         self.step(self.verify, n)
         self.watch.mark()
@@ -243,16 +243,20 @@ class Decoder:
         """The host waits for the device, and learns what the cycles since the last look have kept. Returns
         whether all rows have ended."""
         new = self.lengths[len(self.history):len(self.sizes)].tolist()
+        missing = (self.last_at - self.anchor_at).tolist()
         for i, lengths in enumerate(new, len(self.history)):
             self.history.append(lengths)
             if self.auto and any(lengths):                                    # not behind the end of all rows
                 ms = None if i in self.untimed else sum(self.watch.cycle(i))
-                self.auto.update(self.sizes[i], ms, lengths[self.slowest] or max(lengths))
+                nearer = (self.missing - max(missing)) / len(new)      # to the end of the row that ends last
+                self.auto.update(self.sizes[i], ms, min(nearer, max(lengths)))
         if self.auto and new and self.sizes[-1] > 1:
             self.auto.decide()
+        self.missing = max(missing)
+        self.slowest = missing.index(self.missing)                      # the row that all others wait for
         # Until the next look these grow by what a cycle can keep.
         self.longest, self.unread = int(self.anchor_at.max()), int((self.anchor_at - self.read_to).max())
-        return bool((self.anchor_at == self.last_at).all())
+        return self.missing == 0
 
 
 class Auto:
@@ -286,12 +290,12 @@ class Auto:
 
     def choose(self, probability):
         """probability: of each draft, that it and all before it are right, by the drafter. Sizes are tried
-        from the smallest up."""
+        from the smallest up, the next one where all drafts at the cost of the one before would win."""
         # [n - 1]: tokens kept of n
         expected = list(itertools.accumulate(p ** self.power for p in probability))
-        largest = max((n for n in self.sizes if self.ratios[n]), default=1)
-        most = min(2 * largest, len(expected))
-        worth = {n: expected[n - 1] / self.cost(n) for n in self.sizes if n <= most}
+        largest = max((n for n in self.sizes if self.ratios[n]), default=self.sizes[0])
+        most = 2 * largest if expected[-1] > self.cost(largest) else largest
+        worth = {n: expected[n - 1] / self.cost(n) for n in self.sizes if n <= min(most, len(expected))}
         self.size = max(worth, key=worth.get)
         self.expected = expected[self.size - 1]
 
