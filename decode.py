@@ -90,7 +90,6 @@ class Decoder:
         # A row has finished where anchor_at == last_at; the drafter has read all positions before read_to.
         self.prompt_length, self.anchor_at, self.last_at, self.read_to = zeros(4, batch)
         self.noise_keys = zeros(batch, 2, dtype=torch.int32)
-        self.no_guesses = zeros(batch, 0, 1, dtype=torch.float32)                    # plain decoding's
         self.stop_ids = torch.tensor(stop_ids, dtype=torch.int64, device=device)
         self.lengths = zeros(capacity + LOOK_EVERY, batch)           # acceptance lengths, a line a cycle
         self.num_cycles = zeros(1)
@@ -116,7 +115,8 @@ class Decoder:
         """The target reads the anchor and the first n - 1 drafts in one pass, draws its own token behind
         each, and keeps what agrees."""
         anchor_at, order = self.anchor_at[:, None], torch.arange(n, device=self.device)
-        drafts = self.drafts.first(n) if n > 1 else draft_chain(self.anchor(), self.no_guesses)
+        no_guesses = torch.empty(len(self.text), 0, 1, device=self.device)       # for the anchor alone
+        drafts = self.drafts.first(n) if n > 1 else draft_chain(self.anchor(), no_guesses)
         tree = self.anchor_at, drafts.ancestors
         hidden, features = self.target(
             drafts.tokens, anchor_at + drafts.depth, self.caches[0], self.taps, tree)

@@ -63,8 +63,8 @@ def train_target(run, args, tokenizer, ids, heldout):
             rows = random_rows(ids, S + 1, args.batch, generator(args.seed, 1, step))    # (batch, S + 1)
             return next_token_loss(run, target, run.share(rows))
         steps = fit(run, target, args.target_lr, args.target_steps, args.batch * S, loss_of)
-        run.finish(target)
         run.log(stage="heldout", step=steps, loss=heldout_loss(run, target, heldout, S, args.batch))
+        run.finish(target)
     return Transformer.from_pretrained(run.out / "target", device=run.device)
 
 
