@@ -243,20 +243,20 @@ class Decoder:
         """The host waits for the device, and learns what the cycles since the last look have kept. Returns
         whether all rows have ended."""
         new = self.lengths[len(self.history):len(self.sizes)].tolist()
-        missing = (self.last_at - self.anchor_at).tolist()
+        remaining = (self.last_at - self.anchor_at).tolist()
         for i, lengths in enumerate(new, len(self.history)):
             self.history.append(lengths)
             if self.auto and any(lengths):                                    # not behind the end of all rows
                 ms = None if i in self.untimed else sum(self.watch.cycle(i))
-                nearer = (self.missing - max(missing)) / len(new)      # to the end of the row that ends last
-                self.auto.update(self.sizes[i], ms, min(nearer, max(lengths)))
+                progress = (self.remaining - max(remaining)) / len(new)          # of the row that ends last
+                self.auto.update(self.sizes[i], ms, min(progress, max(lengths)))
         if self.auto and new and self.sizes[-1] > 1:
             self.auto.decide()
-        self.missing = max(missing)
-        self.slowest = missing.index(self.missing)                      # the row that all others wait for
+        self.remaining = max(remaining)
+        self.slowest = remaining.index(self.remaining)                       # the row that all others wait for
         # Until the next look these grow by what a cycle can keep.
         self.longest, self.unread = int(self.anchor_at.max()), int((self.anchor_at - self.read_to).max())
-        return self.missing == 0
+        return self.remaining == 0
 
 
 class Auto:

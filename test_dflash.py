@@ -738,6 +738,30 @@ def test_the_text_is_the_targets(kind, way, temperature, shapes, trained, monkey
     assert kind not in BASELINES or tau(out) > 1.1 or way in ("auto", "wandering")
 
 
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_drafts_behind_plain_cycles_have_the_whole_context(kind, shapes, monkeypatch):
+    target, drafter = make_pair(kind, layers=4, vocab=5, block_size=5)
+    monkeypatch.setattr(decode, "Auto", Wandering)
+    draft, drafts = drafter.draft, []
+
+    def compared(target, text, features, anchor_at, block_size, cache, sample, steps):
+        logits = draft(target, text, features, anchor_at, block_size, cache, sample, steps)
+        for row, at, found in zip(text, anchor_at, logits):  # and anew, each row alone, with an empty cache
+            context = target(row[None, :at], taps=drafter.config.target_layer_ids)[1]
+            empty = KVCache(drafter.config.layers, 1, 99, "cpu", torch.float32)
+            drafter.read(target, row[None], context, torch.arange(at)[None], empty)
+            context = F.pad(context, (0, 0, 0, 1))
+            # the drafts that the next passes of a baseline read
+            given = lambda logits, slot: torch.tensor([[found[slot - 1].argmax()]])
+            expected = draft(target, row[None], context, at[None], block_size, empty, given, steps)
+            assert_close(found, expected[0], atol=1e-4, rtol=1e-4)
+            drafts.append(int(at))
+        return logits
+    monkeypatch.setattr(drafter, "draft", compared)
+    speculative(target, drafter, [[token % 5 for token in prompt] for prompt in PROMPTS], 60, block_size="auto")
+    assert len(drafts) > 20
+
+
 def test_sampling_keeps_to_its_noise(trained, monkeypatch):
     """top-k and top-p, and a sampled text that repeats with its seed whatever is drafted; other seeds and
     rows give others."""
