@@ -253,7 +253,7 @@ class Decoder:
         if self.auto and new and self.sizes[-1] > 1:
             self.auto.decide()
         self.remaining = max(remaining)
-        self.slowest = remaining.index(self.remaining)                       # the row that all others wait for
+        self.slowest = remaining.index(self.remaining)                # the row that all others wait for
         # Until the next look these grow by what a cycle can keep.
         self.longest, self.unread = int(self.anchor_at.max()), int((self.anchor_at - self.read_to).max())
         return self.remaining == 0
