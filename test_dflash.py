@@ -758,7 +758,8 @@ def test_drafts_behind_plain_cycles_have_the_whole_context(kind, shapes, monkeyp
             drafts.append(int(at))
         return logits
     monkeypatch.setattr(drafter, "draft", compared)
-    speculative(target, drafter, [[token % 5 for token in prompt] for prompt in PROMPTS], 60, block_size="auto")
+    prompts = [[token % 5 for token in prompt] for prompt in PROMPTS]
+    speculative(target, drafter, prompts, 60, block_size="auto")
     assert len(drafts) > 20
 
 
@@ -1189,9 +1190,7 @@ def killed_run(data, out):
 
 @beside
 def two_processes(data, out):
-    # Muon rounds to bfloat16
-    flags = ["train.py", "--data", data, *TINY, *"--target-steps 6 --drafter-steps 6 --float32".split(),
-             *"--target-lr none 1e-3 --drafter-lr none 1e-3".split()]
+    flags = ["train.py", "--data", data, *TINY, *"--target-steps 6 --drafter-steps 6 --float32".split()]
     run_script(*flags, "--out", out / "one")
     torchrun = "-m torch.distributed.run --standalone --nproc_per_node=2".split()
     run_script(*flags, "--out", out / "two", launcher=torchrun)
@@ -1627,6 +1626,21 @@ def test_memory_of_a_drafters_step_is_in_proportion_to_rows_and_anchors(monkeypa
     assert dropped == pytest.approx(4 * 8 * 48 * 7 * (61 - 32), rel=0.01)
 
 
+@pytest.mark.parametrize("shape", ((8, 24), (24, 8), (16, 16)))
+def test_muon_is_pytorchs_but_for_the_dtype_of_its_products(shape):
+    start, *grads = torch.randn((5, *shape), generator=torch.Generator().manual_seed(0))
+    ours, same, theirs = (torch.nn.Parameter(start.clone()) for _ in range(3))
+    optimizers = {ours: train.Muon([ours], 0.02, torch.float32),
+                  same: train.Muon([same], 0.02, torch.bfloat16),
+                  theirs: torch.optim.Muon([theirs], 0.02, weight_decay=0.0, adjust_lr_fn="original")}
+    for grad, (p, optimizer) in product(grads, optimizers.items()):
+        p.grad = grad.clone()
+        optimizer.step()
+    assert torch.equal(same, theirs)
+    assert 0 < (ours - theirs).norm() < 0.02 * (theirs - start).norm()
+    assert ((0.5 < (values := torch.linalg.svdvals(train.orthogonalize(start)))) & (values < 1.3)).all()
+
+
 @pytest.mark.parametrize("labels", ("soft", "hard"))
 @pytest.mark.parametrize("stored", (torch.float32, torch.bfloat16))
 def test_every_mix_of_dtypes_trains(stored, labels, data, tmp_path, monkeypatch):
@@ -1644,7 +1658,7 @@ def test_every_mix_of_dtypes_trains(stored, labels, data, tmp_path, monkeypatch)
         run = copy.copy(run)
         run.device = torch.device("cuda")
         target, *others = pretrained(run, args)
-        assert target.dtype == (torch.bfloat16 if run.bfloat16 else torch.float32)
+        assert target.dtype == (run.dtype)
         return target, *others
     for machine, more, kind in product(("cuda", "bfloat16", "plain"), ([], ["--float32"]), DRAFTERS):
         monkeypatch.setattr(train, "has_bfloat16", lambda: machine != "plain")

@@ -106,8 +106,8 @@ def make_responses(run, args, target, tokenizer, prompts):
     folder, B = run.out / "responses", args.response_batch
     if not run.is_done(args, "responses"):
         run.begin()
-        if run.bfloat16 and target.dtype != torch.bfloat16:
-            target = copy.deepcopy(target).to(torch.bfloat16)                    # half the bytes to stream
+        if target.dtype != run.dtype:
+            target = copy.deepcopy(target).to(run.dtype)                         # half the bytes to stream
         prompts = prompts[:args.responses]
         parts = [prompts[i:i + B] for i in range(0, len(prompts), B)]
         if run.minutes and not run.record["number"]:                      # an eighth of a part is timed
@@ -202,13 +202,13 @@ def target_outputs(run, target, taps, ids):
     """What the frozen target makes of ids (B, S): hidden states (B, S, C) and features (B, S, taps * C)."""
     with run.autocast():
         outputs = target(ids.to(run.device), taps=taps)
-    return [x.to(torch.bfloat16) if run.bfloat16 else x for x in outputs]
+    return [x.to(run.dtype) for x in outputs]
 
 
 def target_outputs_of_all(run, args, target, taps, ids):
     """`target_outputs` of all responses, which are read many times; None where there is no room for them."""
     key = args.responses_from, *taps
-    nbytes = ids.numel() * (1 + len(taps)) * target.config.hidden_size * (2 if run.bfloat16 else 4)
+    nbytes = ids.numel() * (1 + len(taps)) * target.config.hidden_size * run.dtype.itemsize
     if key not in run.feature_cache and nbytes <= FEATURE_CACHE:
         parts = tqdm(ids.split(args.draft_batch), "features", disable=not run.main)
         outputs = [target_outputs(run, target, taps, part) for part in parts]
@@ -226,7 +226,7 @@ def fit(run, module, lr, steps, tokens_a_step, loss_of):
     lr: (Muon's, AdamW's). steps: None: as many as fit into the stage's part of --minutes. tokens_a_step: for
     the log. loss_of: step -> this process's sum of weighted losses, and that of the weights."""
     run.begin()
-    optimizers, losses = build_optimizers(module, lr), []
+    optimizers, losses = build_optimizers(module, lr, run.dtype), []
     if run.compile:
         allow_recompiling()
         for part in module.modules():          # a function for all layers; EAGLE-3 calls its layer's parts
@@ -290,9 +290,9 @@ def update(run, module, optimizers, factor, loss, weight):
     return torch.where(norm.isfinite(), loss, math.nan)                 # such gradients spoil the weights
 
 
-def build_optimizers(module, lr):
-    """Muon (orthogonalized momentum, Jordan 2024) for the layers' matrices, AdamW for embeddings, head, norms
-    and biases; AdamW for all where Muon's rate is None."""
+def build_optimizers(module, lr, dtype):
+    """Muon for the layers' matrices, AdamW for embeddings, head, norms and biases; AdamW for all where Muon's
+    rate is None. dtype: of Muon's products."""
     muon_lr, adamw_lr = lr
     matrices, others = [], []
     for name, p in module.named_parameters():
@@ -301,7 +301,37 @@ def build_optimizers(module, lr):
     adamw = torch.optim.AdamW(others, lr=adamw_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     if not matrices:
         return [adamw]
-    return [adamw, torch.optim.Muon(matrices, lr=muon_lr, weight_decay=0.0, adjust_lr_fn="original")]
+    return [adamw, Muon(matrices, muon_lr, dtype)]
+
+
+class Muon(torch.optim.Optimizer):
+    """Steps of orthogonalized momentum (Jordan 2024), as torch.optim.Muon; that multiplies in bfloat16 only,
+    for which a processor that has none takes fifty times as long."""
+
+    def __init__(self, matrices, lr, dtype):
+        super().__init__(matrices, {"lr": lr})
+        self.dtype = dtype
+
+    @torch.no_grad()
+    def step(self):
+        lr = self.param_groups[0]["lr"]
+        for p in self.param_groups[0]["params"]:
+            momentum = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+            momentum.lerp_(p.grad, 0.05)
+            update = orthogonalize(p.grad.lerp(momentum, 0.95).to(self.dtype))
+            p.add_(update, alpha=-lr * max(1, p.shape[0] / p.shape[1]) ** 0.5)
+
+
+def orthogonalize(x):
+    """x = U S V^T -> about U V^T: five Newton-Schulz steps, each of which brings the singular values nearer
+    to 1."""
+    if x.shape[0] > x.shape[1]:
+        return orthogonalize(x.T).T                                              # the smaller products
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(5):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=-4.775, alpha=2.0315), x, beta=3.4445)
+    return x
 
 
 def learning_rate_factor(step, steps, muon):
@@ -376,13 +406,14 @@ class Run:
         self.start_clock(behind="tokenizer")
         # Products in bfloat16 where the hardware has them (emulated they are slower), master weights in
         # float32.
-        self.bfloat16 = not args.float32 and (cuda or has_bfloat16())
+        bfloat16 = not args.float32 and (cuda or has_bfloat16())
+        self.dtype = torch.bfloat16 if bfloat16 else torch.float32
         self.compile = cuda if args.compile is None else args.compile
         if self.compile and not cuda and not has_compiler():
             raise UserError("no C++ compiler found, which --compile needs on the CPU: leave it out")
 
     def autocast(self):
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.bfloat16)
+        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
     def share(self, rows):
         """This process's part of a batch, on its device."""
@@ -641,7 +672,7 @@ def pretrained_target(run, args):
     -> Transformer, Tokenizer, training prompts (rows of ids), the benchmark's prompts"""
     check(args.data, "--data", args.data, "--target needs it: text files, folders, .jsonl files of prompts")
     cuda = run.device.type == "cuda"
-    dtype = torch.bfloat16 if cuda and run.bfloat16 else torch.float32       # without autocast no mix will do
+    dtype = run.dtype if cuda else torch.float32                             # without autocast no mix will do
     target = Transformer.from_pretrained(args.target, device=run.device, dtype=dtype)
     tokenizer = Tokenizer.from_pretrained(args.target)
     tokenizer.chat_options = args.chat_options
@@ -910,8 +941,8 @@ def main(argv=None):
 
 
 def bench(run, args, target, drafter, tokenizer, prompts):
-    if run.device.type == "cuda" and run.bfloat16:             # as users would; decode.py has --dtype float32
-        target, drafter = target.to(torch.bfloat16), drafter.to(torch.bfloat16)
+    if run.device.type == "cuda":                              # as users would; decode.py has --dtype float32
+        target, drafter = target.to(run.dtype), drafter.to(run.dtype)
     seconds = run.seconds_left() if run.minutes else None
     tokens = 192 if seconds is None or seconds > 60 else 64
     run_benchmark(run.out, target, {"dflash": drafter}, prompts, seconds=seconds, top_k=args.top_k,
