@@ -30,13 +30,13 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from drafter import (draft_chain, draft_tree, drafter_folders, last_positions, load_drafters,
-                     remembered_options, rows_at)
-from kernels import Stopwatch, as_one, has_compiler
-from model import (COUNT, DTYPES, KVCache, Parser, Sampling, Tokenizer, Transformer, UserError, bars,
-                   check_prompts, choose_sampling, device_name, distinct4, encode_prompt, exponential_noise,
-                   find_device, median, number, parse_options, read_optional, read_prompts, run_command,
-                   stream_keys, table, write_json)
+from drafter import (draft_chain, draft_tree, drafter_folders, load_drafters, remembered_options,
+                     rows_at)
+from kernels import Stopwatch, as_one
+from model import (COUNT, DTYPES, KVCache, Parser, Sampling, Tokenizer, Transformer, bars, check_prompts,
+                   choose_sampling, device_name, distinct4, encode_prompt, exponential_noise, find_device,
+                   median, number, parse_options, read_optional, read_prompts, run_command, stream_keys,
+                   table, whether_to_compile, write_json)
 
 # Tokens of a prompt that are read at once: the mask, PREFILL x context, should not outgrow a CPU's cache
 PREFILL = 512
@@ -394,9 +394,7 @@ def generate(target, drafter, prompts, max_new_tokens, *, block_size=None, tree_
     block = own if block_size in (None, "auto") else block_size
     if drafter is None or block == 1:
         drafter, block, block_size, tree_budget = None, 1, 1, None
-    compile = target.device.type == "cuda" if compile is None else compile
-    if compile and target.device.type == "cpu" and not has_compiler():
-        raise UserError("no C++ compiler found, which compile needs on the CPU: install one, or leave it out")
+    compile = whether_to_compile(compile, target.device)
     capacity = max(map(len, prompts)) + max_new_tokens + max(block, tree_budget or 0)
     capacity += -capacity % 256                                                  # few different shapes
     what = (target, drafter, len(prompts), capacity, block, tree_budget, block_size == "auto", denoise_steps,

@@ -33,7 +33,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from kernels import attention, causal, make_mask, tree as tree_mask
+from kernels import attention, causal, has_compiler, make_mask, tree as tree_mask
 
 
 # ---- the Transformer ---------------------------------------------------------------------------------------
@@ -683,7 +683,9 @@ class Tokenizer:
             config["chat_template"] = read_text(path / "chat_template.jinja")
         self = read_json(path / "tokenizer.json", lambda data: cls(data, config))
         for name in ("generation_config.json", "config.json"):       # chat models list several
-            self.eos_ids += as_list(read_optional(path / name).get("eos_token_id"))
+            eos = read_optional(path / name).get("eos_token_id")
+            if eos is not None:
+                self.eos_ids += eos if isinstance(eos, list) else [eos]
         good = all(type(i) is int and abs(i) < 2**31 for i in self.eos_ids)
         check(good, f"{path}: eos_token_id", self.eos_ids)
         return self
@@ -769,10 +771,6 @@ def token_bytes(token):
 def token_text(token):
     """A token of tokenizer_config.json, which is a str or an object -> str or None."""
     return token["content"] if isinstance(token, dict) else token
-
-
-def as_list(value):
-    return value if isinstance(value, list) else [] if value is None else [value]
 
 
 def merge_order(model, added):
@@ -998,6 +996,14 @@ def find_device(name=None):
     there = ["cuda", *cuda, "cpu"] if cuda else ["cpu"]
     check(name in (None, *there), "--device", name, f"not found here; there is {', '.join(there)}")
     return torch.device(name or there[0])
+
+
+def whether_to_compile(compile, device):
+    """The flag; where it is None: on CUDA. UserError where torch.compile lacks a C++ compiler."""
+    cuda = device.type == "cuda"
+    check(cuda or not compile or has_compiler(), "compile", compile,
+          "no C++ compiler found, which it needs on the CPU: install one, or leave it out")
+    return cuda if compile is None else compile
 
 
 def device_name(device):

@@ -828,7 +828,7 @@ def test_compiled_steps_decode_what_eager_ones_do(no_code_generation, monkeypatc
         assert tau(out) > 1
     assert graphs_compiled(lambda: decode_both(40)) == 2, "a draft and a verification, compiled once"
     assert graphs_compiled(lambda: decode_both(30)) == 0
-    monkeypatch.setattr(decode, "has_compiler", lambda: False)
+    monkeypatch.setattr("model.has_compiler", lambda: False)
     fails(lambda: speculative(target, drafter, [[1]], 4, compile=True), "compiler")
 
 
@@ -1800,9 +1800,9 @@ def test_a_stage_without_its_settings_file_starts_anew(tmp_path):
 def test_training_compiles_on_the_cpu_only_when_asked(tmp_path, monkeypatch):
     start = ["--out", str(tmp_path), "--device", "cpu"]
     compiles = lambda *flags: train.Run(train.parse([*start, *flags])).compile
-    monkeypatch.setattr(train, "has_compiler", lambda: True)
+    monkeypatch.setattr("model.has_compiler", lambda: True)
     assert not compiles() and compiles("--compile")
-    monkeypatch.setattr(train, "has_compiler", lambda: False)
+    monkeypatch.setattr("model.has_compiler", lambda: False)
     assert not compiles()
     fails(lambda: compiles("--compile"), "C++ compiler")
 

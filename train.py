@@ -35,11 +35,11 @@ from tqdm import tqdm
 
 from decode import autoregressive, benchmark, cycle_ms, idle, run_benchmark
 from drafter import DRAFTERS, TrainingBatch, default_taps, pick_mask_token, sample_anchors
-from kernels import allow_recompiling, has_compiler
+from kernels import allow_recompiling
 from model import (CODE_PATTERN, COUNT, MLP, DecoderLayer, Entry, ModelConfig, Parser, RMSNorm, Tokenizer,
                    Transformer, UserError, atomic_write, check, choose_sampling, encode_entries, find_device,
                    is_count, number, parse_options, read_entries, read_json, read_optional, read_prompts,
-                   read_text, reading, run_command, write_json, write_text)
+                   read_text, reading, run_command, whether_to_compile, write_json, write_text)
 
 FEATURE_CACHE = 2**32    # bytes of what the target makes of the responses; more is computed anew at each step
 
@@ -278,10 +278,9 @@ def update(run, module, optimizers, factor, loss, weight):
     rates. Returns that loss."""
     total = run.sum(weight.detach().float().clone()).clamp(min=1e-6)
     (loss / total).backward()
-    parameters = [p for p in module.parameters() if p.grad is not None]
-    for p in parameters:
+    for p in module.parameters():
         run.sum(p.grad)
-    norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+    norm = torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
     for optimizer in optimizers:
         optimizer.param_groups[0]["lr"] = optimizer.defaults["lr"] * factor
         optimizer.step()
@@ -408,9 +407,7 @@ class Run:
         # float32.
         bfloat16 = not args.float32 and (cuda or has_bfloat16())
         self.dtype = torch.bfloat16 if bfloat16 else torch.float32
-        self.compile = cuda if args.compile is None else args.compile
-        if self.compile and not cuda and not has_compiler():
-            raise UserError("no C++ compiler found, which --compile needs on the CPU: leave it out")
+        self.compile = whether_to_compile(args.compile, self.device)
 
     def autocast(self):
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
