@@ -56,7 +56,7 @@ def accept(drafts, draws):
     the last of them; path (B, N): the anchor and the drafts kept, in order, then the other nodes.
     """
     right = (drafts.tokens == draws.gather(1, drafts.parent)) | (drafts.depth == 0)
-    # (B, N); siblings differ, so they are one path, in order, since parents come before children
+    # (B, N); the kept are one path, since siblings differ, in order, since parents come before children
     kept = (right[:, None] | ~drafts.ancestors).all(-1)
     return kept.sum(1), kept.int().argsort(dim=1, descending=True, stable=True)
 
@@ -94,7 +94,7 @@ class Decoder:
         self.lengths = zeros(capacity + LOOK_EVERY, batch)           # acceptance lengths, a line a cycle
         self.num_cycles = zeros(1)
         self.auto = Auto(tree_budget or block_size) if auto else None
-        # Cycles between two looks; calls of a step until it is one piece: on CUDA the first runs as it is and
+        # Cycles between two looks; calls of a step that are not timed: on CUDA the first runs as it is and
         # the second captures, on the CPU the first compiles.
         self.look_every, self.warm_up = (LOOK_EVERY, 2) if device.type == "cuda" else (1, int(compile))
         self.graphs, self.calls = {}, Counter()
@@ -102,7 +102,7 @@ class Decoder:
     # -- one cycle, on the device
 
     def draft(self):
-        """The drafter's block behind each row's anchor, as a chain or a tree."""
+        """The drafter's block behind each row's anchor, as `Drafts`: a chain or a tree."""
         logits = self.drafter.draft(self.target, self.text, self.features, self.anchor_at, self.block_size,
                                     self.caches[1], self.draw_drafts, self.denoise_steps)
         self.read_to.copy_(self.anchor_at)
@@ -171,8 +171,8 @@ class Decoder:
     # -- the host's part
 
     def prefill(self, prompts, max_new_tokens, keys):
-        """Starts anew: target and drafter read the prompts, a plain cycle draws each row's first token. Rows
-        of different lengths are padded on the right; causality keeps the padding unseen, and the first cycles
+        """Starts anew: target and drafter read the prompts, and `verify` draws each row's first token. Rows
+        of different lengths are padded on the right; causality keeps the padding unseen, and later cycles
         write over it."""
         padded = pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True)
         width = padded.shape[1]
@@ -244,24 +244,24 @@ class Decoder:
         whether all rows have ended."""
         new = self.lengths[len(self.history):len(self.sizes)].tolist()
         remaining = (self.last_at - self.anchor_at).tolist()
+        left = max(remaining)
         for i, lengths in enumerate(new, len(self.history)):
             self.history.append(lengths)
             if self.auto and any(lengths):                                    # not behind the end of all rows
-                ms = None if i in self.untimed else sum(self.watch.cycle(i))
-                progress = (self.remaining - max(remaining)) / len(new)          # of the row that ends last
+                ms = None if i in self.untimed else sum(self.watch.times(i))
+                # Of the row that ends last; at its end, where max_new_tokens cuts, what any has kept.
+                progress = (self.remaining - left) / len(new) if left else math.inf
                 self.auto.update(self.sizes[i], ms, min(progress, max(lengths)))
         if self.auto and new and self.sizes[-1] > 1:
             self.auto.decide()
-        self.remaining = max(remaining)
-        self.slowest = remaining.index(self.remaining)                # the row that all others wait for
+        self.remaining, self.slowest = left, remaining.index(left)          # the row that all others wait for
         # Until the next look these grow by what a cycle can keep.
         self.longest, self.unread = int(self.anchor_at.max()), int((self.anchor_at - self.read_to).max())
         return self.remaining == 0
 
 
 class Auto:
-    """block_size="auto": how many tokens the target reads next, of which one, without a draft, is plain
-    decoding.
+    """block_size="auto": how many tokens the target reads next; one, the anchor alone, is plain decoding.
 
     A size is worth the tokens expected of it, by the drafter's own probabilities raised to a power that makes
     them right on average, over its cost in plain cycles. Costs are ratios of the times of neighbouring
@@ -273,7 +273,7 @@ class Auto:
         self.sizes = [2**k for k in range(1, 16) if 2**k < most] + [most]
         self.ratios = {n: deque(maxlen=9) for n in self.sizes}                # measured costs, draft included
         self.power = 1.0                        # of a probability, to be right on average
-        self.lost, self.num_drafts = 0.0, 0     # plain cycles lost a cycle with drafts; how many of these
+        self.lost, self.num_drafts = 0.0, 0     # plain cycles that one with drafts loses; number of these
         self.plain_cycles = 2                   # still to run before the next draft; at first, to time them
         self.patience = 8                       # plain cycles for each one lost; grows while drafts lose
         self.size, self.expected = None, None   # chosen, and the tokens expected of it
@@ -291,7 +291,7 @@ class Auto:
     def choose(self, probability):
         """probability: of each draft, that it and all before it are right, by the drafter. Sizes are tried
         from the smallest up, the next one where all drafts at the cost of the one before would win."""
-        # [n - 1]: tokens kept of n
+        # expected[n - 1]: tokens kept when n are read
         expected = list(itertools.accumulate(p ** self.power for p in probability))
         largest = max((n for n in self.sizes if self.ratios[n]), default=self.sizes[0])
         most = 2 * largest if expected[-1] > self.cost(largest) else largest
@@ -313,7 +313,7 @@ class Auto:
             self.num_drafts += 1
             power = self.power * math.exp((self.expected - length) / min(self.num_drafts, 20))
             self.power = min(max(power, 0.1), 100.0)
-            lost = self.cost(n) - (self.expected + length) / 2     # the outcome tells as much as the promise
+            lost = self.cost(n) - (self.expected + length) / 2     # the mean of tokens expected and kept
             self.lost += max(0.2, 1 / self.num_drafts) * (lost - self.lost)
 
     def decide(self):
@@ -351,7 +351,7 @@ def speculative(target, drafter, prompts, max_new_tokens, **how):
         pass
     ends = zip(decoder.text.tolist(), decoder.prompt_length.tolist(), decoder.anchor_at.tolist())
     lengths_by_row = zip(*decoder.history) if decoder.history else [()] * len(prompts)
-    times = [decoder.watch.cycle(i) for i in range(len(decoder.sizes))]
+    times = [decoder.watch.times(i) for i in range(len(decoder.sizes))]
     return Generation(tokens=[text[begin:anchor + 1] for text, begin, anchor in ends],
                       acceptance_lengths=[[n for n in lengths if n] for lengths in lengths_by_row],
                       seconds=time.perf_counter() - began,
@@ -478,7 +478,8 @@ def sweep(target, drafter, prompts, **how):
     tree's, and the context; and tokens a second over the batch. prompts: rows of ids; their text, repeated,
     makes the longer contexts. Returns {name: rows}."""
     text, longest = sum(prompts, []), target.config.max_position_embeddings - 64
-    points = {"block_size": (1, 2, 4, 8, 16, 32), "context": [min(2**i, longest) for i in range(6, 13)],
+    points = {"block_size": (1, 2, 4, 8, 16, 32),
+              "context": sorted({min(2**i, longest) for i in range(6, 13)}),
               "tree_budget": () if drafter.in_turn else (2, 4, 8, 16, 32, 64)}
     found = defaultdict(list)
     for key, n in tqdm([(key, n) for key in points for n in points[key]], "sweep", unit="point"):

@@ -42,7 +42,7 @@ class Drafter(nn.Module):
     dtype = property(lambda self: next(self.parameters()).dtype)
 
     def check_sizes(self, block_size, tree_budget, denoise_steps):
-        """Refuses what `decode.speculative` can't be asked for."""
+        """Refuses sizes that `decode.generate` cannot use."""
         sizes = range(1, self.config.layers.max_position_embeddings + 1)
         check(block_size in (None, "auto") or block_size in sizes, "block_size", block_size, "out of range")
         check(tree_budget is None or tree_budget in sizes[1:], "tree_budget", tree_budget, "out of range")
@@ -93,7 +93,7 @@ class DFlashDrafter(Drafter):
             x, context = torch.cat((context, block), 1), None
         for layer in self.layers:
             x = layer(x, rope, mask, cache, context)
-        return self.norm(x[:, -block.shape[1]:])
+        return self.norm(x[:, x.shape[1] - block.shape[1]:])
 
     def inject(self, target, features, context_at, ids, positions, cache):
         """A pass with a cache: the features at positions context_at (B, W) enter it for good, as keys and
@@ -114,8 +114,8 @@ class DFlashDrafter(Drafter):
         text:     (B, capacity) token ids by position, the anchor's included
         features: (B, capacity, taps * C) by position, the target's of all positions before the anchor's
         anchor_at: (B,) int64, the anchors' positions
-        cache:    the drafter's KVCache. The block_size positions before the anchor are read here, which is
-                  all that a cycle can have added; to read one again writes the same keys and values
+        cache:    the drafter's KVCache. The block_size positions before the anchor are read here, those before
+                  them must have been (`read`); to read one again writes the same keys and values
         sample:   (logits (B, n, V), slot) -> (B, n), the tokens drafted in n slots from this one on
         steps:    passes that denoise the block; the paper's drafter takes one
         """
@@ -123,7 +123,7 @@ class DFlashDrafter(Drafter):
         positions = anchor_at[:, None] + torch.arange(block_size, device=anchor_at.device)
         ids = torch.full_like(positions, self.config.mask_token_id)
         ids[:, :1] = text.gather(1, anchor_at[:, None])                          # [anchor, MASK, MASK, ...]
-        filled, logits = torch.zeros_like(ids[:, 1:], dtype=torch.bool), None    # filled: (B, S)
+        filled, logits = torch.zeros_like(ids[:, 1:], dtype=torch.bool), None    # (B, block_size - 1)
         steps = min(steps, block_size - 1)                      # a pass that fills no slot changes nothing
         for step in range(1, steps + 1):
             hidden = self.inject(target, features, context_at, ids, positions, cache)
@@ -206,7 +206,7 @@ class Drafts(NamedTuple):
     """The anchor and the drafts behind it, a tree: parents before children. In a chain each has one child; of
     the anchor alone it is plain decoding."""
     tokens: torch.Tensor           # (B, N) int64, the anchor first
-    probability: torch.Tensor      # (B, N) float32, the drafter's, of all drafts from the anchor to this one
+    probability: torch.Tensor      # (B, N) float32, product of the guess probabilities up to this one
     parent: torch.Tensor           # (B, N) int64, the node before; the anchor's is itself
     depth: torch.Tensor            # (B, N) int64, how far behind the anchor
     ancestors: torch.Tensor        # (B, N, N) bool, [b, i, j]: is node j an ancestor of node i, or i itself?

@@ -64,7 +64,7 @@ def dflash_training(anchors, context_length, block_size, context_queries=0):
 
 
 def chains(start, context_length):
-    """EAGLE-3's training: chain n drafts behind position start[b, n], a token a step. Keys are [context
+    """EAGLE-3's training: chain n drafts behind position start[b, n], one token per step. Keys are [context
     0..context_length-1 | step 1 of chains 0, 1, ... | step 2 of chains 0, 1, ... | ...]. A chain sees the
     context up to its start, and itself. start: (B, N) int64."""
     def chains_mask(b, h, q_idx, kv_idx):
@@ -125,7 +125,7 @@ def plain_attention(q, k, v, mask):
 # ---- compiling ---------------------------------------------------------------------------------------------
 
 def has_compiler():
-    """On the CPU torch.compile needs a C++ compiler."""
+    """Is there the C++ compiler that torch.compile needs on the CPU?"""
     from torch._inductor.cpp_builder import get_cpp_compiler
     try:
         return bool(get_cpp_compiler())
@@ -155,9 +155,9 @@ def compiled_step(function):
 
 
 def as_one(method, *args):
-    """A method whose tensors (its object's) never change place or shape becomes one launch instead of
-    hundreds of operators: on CUDA a graph, which writes its result to the same tensors each time, on the CPU
-    compiled code."""
+    """Turns a method into one launch instead of hundreds of operators; its object's tensors must keep place
+    and shape. On CUDA a graph, which writes its result to the same tensors each time, on the CPU compiled
+    code."""
     if method.__self__.device.type == "cpu":
         return functools.partial(compiled_step(method.__func__), method.__self__, *args)
     graph = torch.cuda.CUDAGraph()
@@ -181,7 +181,7 @@ class Stopwatch:
         if self.cuda:
             self.marks[-1].record()
 
-    def cycle(self, i):
+    def times(self, i):
         """Cycle i's milliseconds for drafting and for verifying: it has marked its beginning, the end of the
         draft, and its end."""
         began, drafted, ended = self.marks[3 * i:3 * i + 3]

@@ -42,20 +42,21 @@ class KVCache:
     """Preallocated keys and values of all layers. It knows no lengths: a caller rolls back by masking slots
     (see kernels.py), and the next pass writes over them.
 
-    kv_len: the number of slots that a pass looks at, from the first on; it is past every slot that it writes.
+    kv_len: a pass looks at the first kv_len slots, among which must be all that it writes.
     """
 
     def __init__(self, config, batch, length, device, dtype):
         L, K, D = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
-        # Keys of layer 0, its values, keys of layer 1, ...; of each a pair of views, to write and to read.
+        # Layer i's keys are data[2 * i], its values data[2 * i + 1]; of each a flat view to write, and one by
+        # row and head to read.
         self.data = torch.zeros(2 * L, batch * K * length, D, device=device, dtype=dtype)
         self.views = [(flat, flat.view(batch, K, length, D)) for flat in self.data]
-        self.first = torch.arange(batch * K, device=device).view(batch, K, 1) * length
+        self.first_slot = torch.arange(batch * K, device=device).view(batch, K, 1) * length
         self.kv_len = length
 
     def flat_indices(self, slots):
         """slots (B, N) -> their indices in `data`, of all heads (B * K * N,)"""
-        return (self.first + slots[:, None]).flatten()
+        return (self.first_slot + slots[:, None]).flatten()
 
     def write_at(self, slots):
         """The next pass writes its N tokens at slots (B, N)."""
@@ -601,8 +602,8 @@ def split_patterns(pre):
         bad = regex.match(pattern, "") or regex.search(r"(^|\|)\(\?[=!<]|\{\d*,?\d*\}\+", pattern)
         check(not bad, "pre_tokenizer pattern", pattern)
         between = rf"(?:(?!{pattern})(?s:.))+"
-        removed = pattern if p.get("invert") else between
-        patterns.append(removed if p["behavior"] == "Removed" else f"{pattern}|{between}")
+        kept = pattern if p.get("invert") else between
+        patterns.append(kept if p["behavior"] == "Removed" else f"{pattern}|{between}")
     return patterns + ([GPT2_PATTERN] if last.get("use_regex", True) else []) or [r"(?s:.+)"]
 
 

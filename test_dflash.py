@@ -1523,15 +1523,38 @@ def test_what_is_held_out_can_be_decoded(pretrained, tmp_path):
     flags = ["--target", str(pretrained), "--out", str(tmp_path / "out"), "--data", str(chats),
              *"--sequence-length 60 --skip-bad --device cpu --rendered".split()]
 
-    def prompts_beside(response_tokens):
-        args = train.parse([*flags, "--response-tokens", str(response_tokens)])
-        return train.pretrained_target(train.Run(args), args)[2]
+    def prompts_beside(response_tokens, *more, begin=False):
+        args = train.parse([*flags, "--response-tokens", str(response_tokens), *more])
+        prompts = train.pretrained_target(run := train.Run(args), args)[2]
+        if begin:
+            run.begin()
+        return prompts
     prompts = prompts_beside(24)
     # without a flag, they are rendered
     held = model.read_prompts(tmp_path / "out" / "heldout.jsonl", tokenizer, 8, 99)["chats"]
     assert 1 <= len(held) < 8 and len(prompts) + len(held) == 50
     assert all(row[0] == tokenizer.bos_id and len(row) <= 36 for row in prompts + held)
     fails(lambda: prompts_beside(56), "too few prompts of at most 4 tokens")
+    most = read_json(pretrained / "config.json")["max_position_embeddings"]
+    fails(lambda: prompts_beside(most - 3, "--sequence-length", "99999"), "prompts of at most 3 tokens")
+    # Refused for its other prompts, a run leaves what is held out as it is.
+    prompts_beside(24, begin=True)
+    before = (tmp_path / "out" / "heldout.jsonl").read_text()
+    train.write_lines(chats, [{"prompt": f"another {i}"} for i in range(100)])
+    fails(lambda: prompts_beside(24, "--resume"), "prompts_from")
+    assert (tmp_path / "out" / "heldout.jsonl").read_text() == before
+
+
+def test_baselines_need_no_mask_token(data, tmp_path):
+    tokenizer = Tokenizer.from_merges(MERGES[:20], ["<|end|>"])
+    tokenizer.save_pretrained(tmp_path / "target")
+    make_pair(vocab=tokenizer.vocab_size, layers=4)[0].save_pretrained(tmp_path / "target")
+    flags = ["--target", str(tmp_path / "target"), "--data", str(data), "--out", str(tmp_path / "out"), *LEARN,
+             *"--responses 4 --response-tokens 6 --drafter-steps 1 --drafter".split()]
+    for kind in ("eagle3", "ar"):
+        train.main([*flags, kind])
+        assert math.isfinite(losses_of(tmp_path / "out", kind)[-1])
+    fails(lambda: train.main([*flags, "dflash"]), "--mask-token")
 
 
 def test_the_mask_token_is_one_that_no_text_uses():
@@ -1658,7 +1681,7 @@ def test_every_mix_of_dtypes_trains(stored, labels, data, tmp_path, monkeypatch)
         run = copy.copy(run)
         run.device = torch.device("cuda")
         target, *others = pretrained(run, args)
-        assert target.dtype == (run.dtype)
+        assert target.dtype == run.dtype
         return target, *others
     for machine, more, kind in product(("cuda", "bfloat16", "plain"), ([], ["--float32"]), DRAFTERS):
         monkeypatch.setattr(train, "has_bfloat16", lambda: machine != "plain")

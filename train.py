@@ -38,7 +38,7 @@ from drafter import DRAFTERS, TrainingBatch, default_taps, pick_mask_token, samp
 from kernels import allow_recompiling
 from model import (CODE_PATTERN, COUNT, MLP, DecoderLayer, Entry, ModelConfig, Parser, RMSNorm, Tokenizer,
                    Transformer, UserError, atomic_write, check, choose_sampling, encode_entries, find_device,
-                   is_count, number, parse_options, read_entries, read_json, read_optional, read_prompts,
+                   number, parse_options, read_entries, read_json, read_optional, read_prompts,
                    read_text, reading, run_command, whether_to_compile, write_json, write_text)
 
 FEATURE_CACHE = 2**32    # bytes of what the target makes of the responses; more is computed anew at each step
@@ -173,7 +173,8 @@ def train_drafter(run, args, target, tokenizer, ids, trainable):
         drafter = kind.for_target(
             target, num_layers=args.draft_layers, block_size=args.block_size,
             target_layer_ids=default_taps(L, args.taps), injection=args.injection,
-            mask_token_id=pick_mask_token(tokenizer, target.config.vocab_size, args.mask_token),
+            mask_token_id=None if kind.in_turn else
+            pick_mask_token(tokenizer, target.config.vocab_size, args.mask_token),
             chat_options=tokenizer.chat_options)
         drafter.init_weights(target, generator(args.seed, 3))
         drafter.to(run.device)
@@ -315,8 +316,9 @@ class Muon(torch.optim.Optimizer):
     def step(self):
         lr = self.param_groups[0]["lr"]
         for p in self.param_groups[0]["params"]:
-            momentum = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
-            momentum.lerp_(p.grad, 0.05)
+            if not self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+            momentum = self.state[p]["momentum_buffer"].lerp_(p.grad, 0.05)
             update = orthogonalize(p.grad.lerp(momentum, 0.95).to(self.dtype))
             p.add_(update, alpha=-lr * max(1, p.shape[0] / p.shape[1]) ** 0.5)
 
@@ -456,7 +458,7 @@ class Run:
         self.record = {**new, **read_optional(file)}
         self.wait()                                                        # all have looked before one writes
         done, number, made_with = (self.record[key] for key in new)
-        good = isinstance(done, bool) and isinstance(made_with, dict) and (number is None or is_count(number))
+        good = isinstance(done, bool) and isinstance(made_with, dict) and type(number) in (int, type(None))
         check(good, f"{file}: content", self.record, "damaged; use another --out, or delete the folder")
         for field in {**settings, **made_with}:
             if made_with.get(field) != settings.get(field):
@@ -475,7 +477,7 @@ class Run:
         """Marks the stage as begun. Where it had no mark (its settings file may have been deleted, to start
         it anew), what an earlier run has left of it goes."""
         if self.main:
-            left = [self.checkpoint, self.out / "result.json",
+            left = [self.checkpoint, self.out / f"{self.name}.result.json",
                     *(self.out / self.name).glob("[0-9]*.safetensors")]
             for old in [] if self.settings_file.exists() else left:
                 old.unlink(missing_ok=True)
@@ -547,7 +549,7 @@ def find_entries(paths, suffixes):
         kind = " or ".join(suffixes or ["UTF-8"])
         check(found, "--data", str(path), f"holds no {kind} text; give files or folders with some")
         for entry in found:
-            entry.setdefault("domain", path.stem)
+            entry.setdefault("domain", path.resolve().stem)
         yield from found
 
 
@@ -677,18 +679,20 @@ def pretrained_target(run, args):
     chats = {json.dumps({**entry, "domain": None}, sort_keys=True): entry
              for entry in entries if not entry.is_text()}                        # repetitions once
     entries = [*chats.values(), *cut_texts(filter(Entry.is_text, entries))]
-    room = args.sequence_length - args.response_tokens
+    room = min(args.sequence_length, target.config.max_position_embeddings) - args.response_tokens
     training, heldout = ([(entry, ids) for entry, ids in encode_entries(
         part, tokenizer, args.prompt_tokens, rendered=args.rendered, skip_bad=args.skip_bad)
         if len(ids) <= room] for part in hold_out(entries, args.seed))
     check(training and heldout, "--data", args.data, f"too few prompts of at most {room} tokens "
-          "(--sequence-length less --response-tokens): one to learn from and one to hold out, at least")
+          "(--sequence-length, or what the target reads, less --response-tokens): one to learn from and one "
+          "to hold out, at least")
     prompts = [ids for _, ids in training]
     files = sorted(Path(args.target).glob("*.safetensors"))
     ends = [str(np.memmap(file, mode="r")[-2**16:].tobytes()) for file in files]       # a fine-tune's differ
     args.weights = fingerprint([*ends, (Path(args.target) / "config.json").read_text()])
     args.prompts_from = fingerprint([str(prompts)])
     rendered = {"rendered": True} if args.rendered else {}
+    run.is_done(args, "responses")                         # refuses here, before it changes what is held out
     test_prompts = write_heldout(run, args, tokenizer, [{**rendered, **entry} for entry, _ in heldout])
     return target, tokenizer, prompts, test_prompts
 
@@ -742,7 +746,7 @@ def measure_claims(run, args, target, tokenizer, prompts, responses, corpus):
         data = corpus if mine.responses_from == "corpus" else responses
         drafter = train_drafter(here, mine, target, tokenizer, *data)
         steps.setdefault(name, here.record["number"])
-        file = here.out / "result.json"
+        file = here.out / f"{here.name}.result.json"
         if run.main and not file.exists():
             write_json(file, measure(mine, target, tokenizer, drafter, prompts))
         run.wait()
@@ -843,7 +847,7 @@ FLAGS = {
     "benchmark": (
         ("prompts", COUNT, 8, "at most so many a domain"),)}
 # What else a stage's result depends on, beside that of the stages before it.
-BESIDES = {"tokenizer": ["corpus"], "target": ["float32"], "drafter": ["mask_token"],
+BESIDES = {"tokenizer": ["corpus"], "target": ["float32"], "drafter": ["mask_token", "chat_options"],
            "responses": ["target", "weights", "prompts_from"]}
 OWN = ([name for name, *_ in flags] + BESIDES.get(stage, []) for stage, flags in FLAGS.items())
 STAGES = dict(zip(FLAGS, itertools.accumulate(OWN)))         # lists add up: a stage's, behind those before it
@@ -916,7 +920,9 @@ def main(argv=None):
     run = Run(args)
     if args.target:
         target, tokenizer, prompts, test_prompts = pretrained_target(run, args)
-        args.mask_token = str(pick_mask_token(tokenizer, target.config.vocab_size, args.mask_token, prompts))
+        if args.drafter == "dflash":
+            args.mask_token = str(
+                pick_mask_token(tokenizer, target.config.vocab_size, args.mask_token, prompts))
     else:
         tokenizer, ids, heldout, test_prompts = make_text(run, args)
         pick_mask_token(tokenizer, tokenizer.vocab_size, args.mask_token)       # refused now, not after hours
