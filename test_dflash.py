@@ -1549,8 +1549,8 @@ def test_baselines_need_no_mask_token(data, tmp_path):
     tokenizer = Tokenizer.from_merges(MERGES[:20], ["<|end|>"])
     tokenizer.save_pretrained(tmp_path / "target")
     make_pair(vocab=tokenizer.vocab_size, layers=4)[0].save_pretrained(tmp_path / "target")
-    flags = ["--target", str(tmp_path / "target"), "--data", str(data), "--out", str(tmp_path / "out"), *LEARN,
-             *"--responses 4 --response-tokens 6 --drafter-steps 1 --drafter".split()]
+    flags = ["--target", str(tmp_path / "target"), "--data", str(data), "--out", str(tmp_path / "out"),
+             *LEARN, *"--responses 4 --response-tokens 6 --drafter-steps 1 --drafter".split()]
     for kind in ("eagle3", "ar"):
         train.main([*flags, kind])
         assert math.isfinite(losses_of(tmp_path / "out", kind)[-1])
